@@ -71,12 +71,13 @@ class SavedFiles(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed has no ty
 def fit_in_memory(spec: RunSpec, shape: T5Shape, *, records_witness: bool) -> bool:
     """Whether every host has the memory for copies of what its ranks save, also at the peak of a step. A collective.
 
-    If ``records_witness``, rank 0 needs memory for the whole model in fp32 meanwhile.
+    If ``records_witness``, rank 0 needs memory for the whole model in fp32 meanwhile. So may a rank of every host, if
+    text is generated to choose the best checkpoint.
     """
     ranks = ranks_of_node()
     spare = available_host_memory_bytes() - round(_SPARE_SHARE * host_memory_bytes())
-    witness = 4 * count_parameters(shape) if records_witness and rank() == 0 else 0
-    rows = gather([_growth_bytes() + witness, spare])
+    holders = ranks[:1] if spec.evaluate.generates else [0] if records_witness else []
+    rows = gather([_growth_bytes() + 4 * count_parameters(shape) * (rank() in holders), spare])
     needed = bytes_written(spec, shape, range(ranks[0], ranks[-1] + 1)) + sum(rows[other][0] for other in ranks)
     spare = min(rows[other][1] for other in ranks)
     is_short = needed > spare

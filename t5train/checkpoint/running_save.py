@@ -29,20 +29,22 @@ class RunningSave:
 
     def is_written(self) -> bool:
         """Whether this rank has written its part, and that was not yet concluded. Raises the error that ended it."""
-        if self._step is None or self._work is None or not self._work.done():
+        if self._work is None or not self._work.done():
             return False
         self._work.result()
-        return True
+        return self._step is not None
 
     def conclude(self) -> None:
-        """Record the checkpoint as complete, after all ranks have written theirs, and begin to prune older ones."""
+        """Begin to record the checkpoint as complete, after all ranks have written theirs, and to prune older ones.
+
+        The thread does so, because a step has a shorter deadline than a disk may need.
+        """
         step, self._step = self._step, None
         if step is not None:
-            note_saved(self._job, step)
-            self._work = self._thread.submit(prune, self._job, step)
+            self._work = self._thread.submit(self._record, step)
 
     def finish(self) -> None:
-        """Wait until the running save, if there is one, is concluded, and older checkpoints are pruned. A collective.
+        """Wait until the running save, if there is one, is recorded, and older checkpoints are pruned. A collective.
 
         Raises the error that ended it.
         """
@@ -52,6 +54,10 @@ class RunningSave:
             barrier()
             self.conclude()
             self.finish()
+
+    def _record(self, step: int) -> None:
+        note_saved(self._job, step)
+        prune(self._job, step)
 
     def _write(self, write: Callable[[], None]) -> None:
         try:

@@ -232,6 +232,8 @@ def _prune(job: TrainJob, newest_step: int) -> None:
     begun_at = job.consolidated.clock.step if job.consolidated else step_of(job.resume_tag or tag_of(0))
     checkpoints, begun_from = job.checkpoints_folder, tag_of(begun_at)
     complete = [tag for tag in tags.complete_tags(checkpoints) if step_of(tag) <= newest_step]
+    if tag_of(newest_step) not in complete:  # a network file system may show late what other hosts wrote
+        raise StorageError(f"{checkpoints / tag_of(newest_step)} was saved, but not all of it can be seen here yet")
     keep = _kept(job, complete)
     for name in names_in(checkpoints):
         folder = checkpoints / name

@@ -82,6 +82,10 @@ _BY_CAUSE = {
         RankStopped,
         "the rank hung after the last line of its output. If it was only slow, raise cluster.deadlines for that phase",
     ),
+    Cause.SAVE: Diagnosis(
+        RankStopped,
+        "check the disk that it wrote to. If that was only slow, raise cluster.deadlines.save_seconds",
+    ),
 }
 _DISK_FULL = Diagnosis(
     DiskFull,
@@ -308,7 +312,7 @@ def _first_failure(
     # rank lost the head is named by the head, unless the head was suspended. A rank that was asked to end did not fail.
     is_known = diagnosis.hops == 0 and diagnosis.kind not in (HostLost, Preempted)
     # A rank that exceeded a deadline may have waited for another: one of another host that did so, or of a lost host.
-    may_have_waited = record.cause == Cause.PHASE
+    may_have_waited = record.cause in (Cause.PHASE, Cause.SAVE)
     alike = {tuple(_host_of(this, other)) for found, _, other in failed if found == diagnosis}
     blamed = _host_of(this, rank) if is_known and not (may_have_waited and len(alike) > 1) else []
     is_of_a_rank = is_known and not may_have_waited

@@ -30,6 +30,8 @@ class Cause(StrEnum):
     """It gave no sign of life: it was stopped, or it hung."""
     PHASE = "phase"
     """A phase of its work took longer than its deadline."""
+    SAVE = "save"
+    """Its checkpoint, which it wrote while it trained, took longer than the deadline."""
     REFUSED = "refused"
     """It was never started."""
 

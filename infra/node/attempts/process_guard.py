@@ -113,7 +113,7 @@ def _run(
     child = start()
     this.write_process(name, ProcessIdentity.of(child.pid), ProcessIdentity.of(os.getpid()))
     verdict = _wait(child.pid, alarms, Watchdog(this, name, child.pid, alarms.parent))
-    if verdict[0] == Cause.PHASE:
+    if verdict[0] in (Cause.PHASE, Cause.SAVE):
         os.kill(child.pid, signal.SIGUSR1)  # makes a rank log the stacks of its threads
         time.sleep(_STACKS_SECONDS)
     if name == attempt.LAUNCHER and child.poll() == -signal.SIGTERM:

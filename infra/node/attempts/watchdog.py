@@ -106,7 +106,7 @@ class Watchdog:
             return Cause.PHASE, f"{where} took {seconds:.0f} s; its deadline is {beat.limit:.0f} s"
         if beat is not None and beat.is_writing and (seconds := time.monotonic() - beat.save_since) > beat.save_limit:
             where = f"writing the checkpoint of step {beat.save_step}"
-            return Cause.PHASE, f"{where} took {seconds:.0f} s; its deadline is {beat.save_limit:.0f} s"
+            return Cause.SAVE, f"{where} took {seconds:.0f} s; its deadline is {beat.save_limit:.0f} s"
         return None
 
     def _is_silent(self, beat: Beat | None) -> bool:

@@ -74,12 +74,13 @@ def test_what_is_larger_than_the_page_locked_buffer_is_copied_in_parts(monkeypat
     assert torch.equal(source, target)
 
 
-@pytest.mark.parametrize("witness", [False, True])
+@pytest.mark.parametrize(("witness", "metric"), [(False, None), (True, None), (False, "validation_bleu")])
 def test_copies_are_made_only_if_every_host_keeps_a_tenth_of_its_memory_free(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, witness: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, witness: bool, metric: str | None
 ) -> None:
-    needed = host_copies.bytes_written(SPEC, SHAPE, range(2)) + 2 * 500
-    needed += 4 * host_copies.count_parameters(SHAPE) if witness else 0
+    spec = SPEC.model_copy(update={"evaluate": SPEC.evaluate.model_copy(update={"best_metric": metric})})
+    needed = host_copies.bytes_written(spec, SHAPE, range(2)) + 2 * 500
+    needed += 4 * host_copies.count_parameters(SHAPE) if witness or metric else 0
     free = 10_000 + needed
     ranks = {"available_host_memory_bytes": lambda: free, "host_memory_bytes": lambda: 100_000}
     ranks |= {"_growth_bytes": lambda: 500, "ranks_of_node": lambda: [0, 1], "rank": lambda: 0}
@@ -87,9 +88,9 @@ def test_copies_are_made_only_if_every_host_keeps_a_tenth_of_its_memory_free(
         monkeypatch.setattr(host_copies, name, value)
     other = {2: [500, 10**12], 1: [0]}  # rank 1 has as much to grow by, and sees no limit of its own
     monkeypatch.setattr(host_copies, "gather", lambda own: [own, other[len(own)]])
-    assert fit_in_memory(SPEC, SHAPE, records_witness=witness)
+    assert fit_in_memory(spec, SHAPE, records_witness=witness)
     assert caplog.messages == []
     free -= 1
-    assert not fit_in_memory(SPEC, SHAPE, records_witness=witness)
+    assert not fit_in_memory(spec, SHAPE, records_witness=witness)
     (line,) = caplog.messages
     assert "host memory is short, so that training waits for this checkpoint" in line

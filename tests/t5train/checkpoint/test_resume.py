@@ -296,6 +296,15 @@ def test_pruning_removes_nothing_while_a_checkpoint_cannot_be_read(
     assert f"{tag_of(2)}/{MODEL} cannot be read now" in caplog.text
 
 
+def test_pruning_removes_nothing_while_files_of_other_hosts_cannot_be_seen(
+    spec: RunSpec, shards: TokenShards, save: Save, caplog: pytest.LogCaptureFixture
+) -> None:
+    tags = [save(step) for step in (1, 2, 3, 4)]
+    tags[3].joinpath("rank-00001.json").unlink()
+    assert _prune(spec, shards, None, 4) == [tag_of(step) for step in (1, 2, 3, 4)]
+    assert f"{tag_of(4)} was saved, but not all of it can be seen here yet" in caplog.text
+
+
 def test_pruning_removes_old_unfinished_and_consolidated_checkpoints_but_no_user_copies(
     spec: RunSpec, shards: TokenShards, save: Save
 ) -> None:

@@ -64,6 +64,32 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_complete_only_
     assert ranks.seen == ["written", ("note_saved", 7), ("prune", 7)]
 
 
+def test_training_does_not_wait_for_the_disk_when_a_checkpoint_is_recorded(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded_in = list[threading.Thread]()
+    monkeypatch.setattr(running_save, "note_saved", lambda *_: recorded_in.append(threading.current_thread()))
+    ranks.save.begin(7, Mock())
+    assert ranks.save._work is not None
+    ranks.save._work.result(SECONDS)
+    ranks.save.conclude()
+    ranks.save.finish()
+    assert recorded_in
+    assert threading.main_thread() not in recorded_in
+
+
+def test_an_error_of_recording_a_checkpoint_ends_the_run_after_a_step(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_save, "note_saved", Mock(side_effect=StorageError("the disk is full")))
+    ranks.save._step = 7
+    ranks.save.conclude()
+    assert ranks.save._work is not None
+    ranks.save._work.exception(SECONDS)
+    with pytest.raises(StorageError, match="the disk is full"):
+        ranks.save.is_written()
+
+
 def test_whoever_needs_the_checkpoint_waits_until_all_ranks_have_written_it(ranks: Ranks) -> None:
     ranks.save.begin(7, ranks.write)
     ranks.may_write.set()

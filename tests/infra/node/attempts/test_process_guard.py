@@ -146,7 +146,7 @@ def test_a_rank_without_heartbeats_is_ended_if_it_sleeps_but_not_if_it_computes(
 def test_a_rank_is_ended_if_it_trains_while_its_checkpoint_exceeds_the_deadline_of_a_save(this: Attempt) -> None:
     watchdog, now = Watchdog(this, "rank-00000", os.getpid(), None), time.monotonic()
     heartbeat.write(heartbeat.beat_file(this.rank_files("rank-00000")), Beat(0.0, "step", now, 60.0, 8, 7, now - 9, 8))
-    assert watchdog.check() == (Cause.PHASE, "writing the checkpoint of step 7 took 9 s; its deadline is 8 s")
+    assert watchdog.check() == (Cause.SAVE, "writing the checkpoint of step 7 took 9 s; its deadline is 8 s")
 
 
 def test_a_rank_that_exceeds_a_phase_deadline_is_ended_and_its_log_shows_where_it_hangs(
