@@ -154,7 +154,6 @@ NEEDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
             "evaluate.num_beams": 4,
             "evaluate.max_new_tokens": 64,
             "evaluate.length_penalty": 0.6,
-            "evaluate.hostfile": "hosts",
         },
     ),
     (
