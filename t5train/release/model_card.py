@@ -172,7 +172,7 @@ def model_card(
         num_parameters=witness.num_parameters,
         warning=warning(witness),
         ties=ties(witness),
-        **words(witness, _origin(witness), quantity(witness.step, "optimizer step"))._asdict(),
+        **_as_generated(words(witness, _origin(witness), quantity(witness.step, "optimizer step")), witness)._asdict(),
         training=training(witness),
         curve=f"\n![Loss against optimizer steps]({LOSS_CURVE})\n" if LOSS_CURVE in files else "",
         measured_at=measured_at(witness),
@@ -185,6 +185,13 @@ def model_card(
         settings=json.dumps(trained.settings, indent=1, sort_keys=True, ensure_ascii=False),
         versions=table(("package", ""), versions.items()),
     )
+
+
+def _as_generated(words: Words, witness: Witness) -> Words:
+    """Return the words with code that generates: transformers sizes its cache by the number of the encoder's layers."""
+    config = witness.huggingface_config
+    is_deep = config.get("num_decoder_layers", 0) > config.get("num_layers", 0)
+    return words if not is_deep else words._replace(use=words.use.replace("**inputs, ", "**inputs, use_cache=False, "))
 
 
 def _words(witness: Witness, origin: str, steps: str) -> Words:

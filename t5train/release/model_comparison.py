@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from t5train.data.vocabulary.sentencepiece_model import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID
 from t5train.errors import InputError
-from t5train.model.model_shape import resolve
+from t5train.model.model_shape import cache_whole_decoder, resolve
 from t5train.model.starting_model import start_fingerprint, tensors_of
 from t5train.model.tensor_files import StoredTensors
 from t5train.progress import Progress
@@ -212,6 +212,7 @@ def compare_generation(
     expected, margins = (recorded[f"{GENERATED_PROBE}.{key}"] for key in ("generated", "margins"))
     inputs = {key: ids.to(device) for key, ids in of_probe(recorded, GENERATED_PROBE).items()}
     del inputs["decoder_input_ids"]
+    cache_whole_decoder(model.config)
     with torch.inference_mode():
         found = model.generate(**inputs, max_new_tokens=margins.shape[1]).cpu()
     close = max(relative_tolerance, CLOSE_CHOICE)

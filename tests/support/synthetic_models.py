@@ -29,6 +29,7 @@ SHAPE = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_heads": 2, "num_layers": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "v1.0": {"model.version": "v1.0"},
     "v1.1": {"model.version": "v1.1"},
+    "deep decoder": {"model.version": "v1.1", "model.num_decoder_layers": 3},
     "switch": {"model.version": "v1.0", "model.moe.num_experts": 3},
     "pairs": {"model.version": "v1.1", "pairs.train": ["reverse_digits", "sort_digits#prefix=order: "]},
 }

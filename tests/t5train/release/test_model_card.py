@@ -156,8 +156,11 @@ def test_a_run_of_an_earlier_version_is_exported_without_what_it_did_not_record(
     assert read_front_matter(card)["license"] == "unknown"
 
 
-def test_the_code_of_the_card_runs(make_trained: MakeTrained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    exported = export(*make_trained(), tmp_path / "out")
+@pytest.mark.parametrize("version", ["v1.1", "deep decoder"])
+def test_the_code_of_the_card_runs(
+    make_trained: MakeTrained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    exported = export(*make_trained(version), tmp_path / "out")
     monkeypatch.chdir(tmp_path)
     code = "\n".join(re.findall(r"```python\n(.*?)```", _card(exported), re.DOTALL))
     (tmp_path / "card.py").write_text(code.replace("path/to/this/folder", str(exported.path)))

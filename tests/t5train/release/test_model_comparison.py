@@ -102,6 +102,15 @@ def test_settings_that_change_the_generated_text_are_detected_by_generating(
     assert any("generation configuration differs" in each for each in differing_settings(model, witness))
 
 
+def test_text_of_a_decoder_with_more_layers_than_the_encoder_is_compared(make_export: MakeExport) -> None:
+    exported = make_export("deep decoder", certified=False)
+    folder = exported.path.parent / "witness"
+    model = AutoModelForSeq2SeqLM.from_pretrained(exported.path)
+    comparison, found = compare_generation(model, Witness.load(folder), folder, "cpu", 1e-5)
+    assert not found
+    assert comparison.tokens_compared
+
+
 def test_a_generated_token_may_differ_only_where_the_margin_is_tiny(make_export: MakeExport) -> None:
     exported = make_export(certified=False)
     folder = exported.path.parent / "witness"

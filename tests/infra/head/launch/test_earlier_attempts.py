@@ -98,8 +98,8 @@ def test_a_silent_host_is_given_the_time_in_which_its_ranks_end_by_themselves(
     if is_stop_ordered:
         this.order_stop()
     monkeypatch.setattr(earlier_attempts, "END_SECONDS", 10.0)
-    # Of 16: lease 5 + grace 1 + END_SECONDS 10. Ranks that were ordered to stop may save for another 100.
-    monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 114.5 if is_stop_ordered else 14.5)
+    # Of 16: lease 5 + grace 1 + END_SECONDS 10. Ranks that were ordered to stop may save twice for 100.
+    monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 214.5 if is_stop_ordered else 14.5)
     ticks = []
     began = time.monotonic()
     earlier_attempts.end_earlier(tmp_path / "run", Unsteady(local_hosts, "b"), lambda: ticks.append(1))
