@@ -212,8 +212,9 @@ def nearest(word: str, known: list[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the known name that ends with ``word``, means the same or is similar."""
     key = word.rpartition(".")[2]
     elsewhere = NAMES_ELSEWHERE.get(key)
-    meant = [each for each in known if each == elsewhere]
-    meant = meant or [each for each in known if each.endswith(f".{word}")]
+    meaning = [each for each in known if each == elsewhere]
+    named = [each for each in known if each.endswith(f".{word}")]
+    meant = (meaning or named) if key == word else (named or meaning)
     meant = meant or [each for each in known if each.endswith(f".{key}")]
     match = meant or difflib.get_close_matches(word, known, 1, 0.5)
     return f" (did you mean {match[0]!r}?)" if match else ""
