@@ -101,7 +101,7 @@ def test_whoever_needs_the_checkpoint_waits_until_all_ranks_have_written_it(rank
 
 @pytest.mark.parametrize("found_by", ["step", "wait"])
 def test_an_error_of_the_thread_is_raised_where_training_can_end_with_it(ranks: Ranks, found_by: str) -> None:
-    failure = StorageError("/root/runs/small: no space left on device; free some space there")
+    failure = StorageError("/data/runs/small: no space left on device; free some space there")
     ranks.save.begin(7, Mock(side_effect=failure))
     assert ranks.save._work is not None
     assert ranks.save._work.exception(SECONDS) is failure
