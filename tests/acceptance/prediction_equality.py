@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,8 @@ NEAR_TIE = 1e-4
 BEAMS = (1, 4)
 MOST = 24
 _BATCH_TOKENS = 160  # four short sources: many batches, whose padding differs
+_LAST_PARTS, _LONGEST_PAUSE_SECONDS = 40, 0.02
+"""So many parts take longer than the longest pause before a kill, so that no kill comes after the end."""
 
 
 class Difference(NamedTuple):
@@ -143,7 +146,8 @@ class Command(NamedTuple):
         process = self.start()
         await_that(partial(self._has, parts, process))
         time.sleep(seconds)
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended
+            os.killpg(process.pid, signal.SIGKILL)
         return process.wait() == -signal.SIGKILL
 
     def _has(self, parts: int, process: "subprocess.Popen[bytes]") -> bool:
@@ -164,8 +168,8 @@ def prove(
             print(f"{'near-tie' if each.near_tie else 'WRONG'}, {num_beams} beams: {each}", flush=True)
         wrong += [f"{num_beams} beams: {each}" for each in differing if not each.near_tie]
         killed = command._replace(out=folder / f"{num_beams}-killed")
-        moments = sorted(draw.sample(range(plain.parts(predictions, num_beams)), kills // len(BEAMS)))
-        hit = [killed.kill_after(parts, draw.random() / 4) for parts in moments]
+        moments = sorted(draw.sample(range(plain.parts(predictions, num_beams) - _LAST_PARTS), kills // len(BEAMS)))
+        hit = [killed.kill_after(parts, draw.random() * _LONGEST_PAUSE_SECONDS) for parts in moments]
         same = killed.finish() == undisturbed
         wrong += [] if same else [f"{num_beams} beams: another file after kills"]
         wrong += [] if all(hit) else [f"{num_beams} beams: {hit.count(False)} kills came after the end"]

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 from infra.head.storage.checkpoint_sync import keep_up
+from infra.node.compiled_operators import clear_stale_locks
 from t5train.errors import T5TrainError
 from t5train.files.run_folder import step_of, tag_of
 from t5train.progress import silent
@@ -43,6 +44,7 @@ class Ranks:
         self._processes: list[Any] = []
 
     def start(self) -> None:
+        clear_stale_locks()  # of ranks that were killed while they compiled or loaded an operator
         for rank, (_, sender) in enumerate(self._pipes):
             job = self._site.job_of(rank, self._job).model_dump_json()
             self._processes.append(
