@@ -169,13 +169,17 @@ def _train(rank: int, job: str, rendezvous_folder: str, connection: Connection) 
     deepspeed.init_distributed("gloo")
     begin, note_saved = saving.begin, saving.note_saved
 
+    def report(what: str, step: int) -> None:
+        if rank == 0:  # nobody reads what others would report, which then wait once their pipe is full
+            connection.send((what, step, time.monotonic()))
+
     def report_and_begin(engine: Any, job: TrainJob, step: int, *rest: Any, **options: Any) -> Callable[[], None]:
-        connection.send(("saving", step, time.monotonic()))
+        report("saving", step)
         return begin(engine, job, step, *rest, **options)
 
     def note_and_report(job: TrainJob, step: int) -> None:
         note_saved(job, step)
-        connection.send(("saved", step, time.monotonic()))
+        report("saved", step)
 
     with (
         mock.patch.object(saving, "begin", report_and_begin),
