@@ -26,7 +26,7 @@ def saved(state: Any) -> bytes:
 
 def test_a_copy_is_saved_as_the_original_was_before_training_changed_it() -> None:
     flat = torch.randn(100, requires_grad=True)
-    flat.ds_id = "0_8"  # type: ignore[attr-defined]  # as DeepSpeed does
+    flat.ds_id = "0_8"  # as DeepSpeed does
     module: Any = OrderedDict(weight=flat.detach().narrow(0, 10, 20), bias=torch.ones(3, dtype=torch.bfloat16))
     module._metadata = {"version": 1}
     state = {

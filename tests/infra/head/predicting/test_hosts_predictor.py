@@ -117,7 +117,7 @@ def shared(
     monkeypatch.setattr("infra.head.predicting.shared_parts.Channel", Sent)
     a, b, all_heard, rows = Sent(), Sent(), SimpleQueue[Heard](), list[int]()
     for host, what in (("a", a), ("b", b), *heard):
-        all_heard.put(Heard(host, what))  # type: ignore[arg-type]  Sent stands for a Channel
+        all_heard.put(Heard(host, what))  # Sent stands for a Channel
     assert len(list(SharedParts(jobs, {"a": 1, "b": 1}, rows.append).results(all_heard))) == len(jobs)
     return a.numbers, b.numbers, rows
 
