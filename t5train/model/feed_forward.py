@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +31,10 @@ class FeedForward(nn.Module):
 class GatedFeedForward(nn.Module):
     """The feed-forward layer of v1.1, gated by the tanh approximation of GELU (Shazeer 2020, GEGLU).
 
-    With a ``kernel``, training calls it on the joint output of both input layers.
+    With a ``kernel``, training calls it on the joint output of both input layers, with keys and rate of dropout.
     """
 
-    kernel: Callable[[Tensor], Tensor] | None = None
+    kernel: Callable[[Tensor, Tensor | None, float], Tensor] | None = None
 
     def __init__(self, shape: T5Shape) -> None:
         super().__init__()
@@ -44,11 +45,18 @@ class GatedFeedForward(nn.Module):
 
     def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
         """[b, n, d_model] to the same shape; ``keys`` [b, n] are those of CountedDropout."""
-        if self.kernel is not None and self.training:
-            gated = self.kernel(joint_projection(hidden, (self.wi_0, self.wi_1), (keys, keys)))
-        else:
+        return projected(self.wo, self._gated(hidden, keys), keys)
+
+    def _gated(self, hidden: Tensor, keys: Tensor | None) -> Tensor:
+        """Return what the output layer takes, [b, n, d_ff], after dropout."""
+        if self.kernel is None or not self.training:
             gated = self._gelu(projected(self.wi_0, hidden, keys)) * projected(self.wi_1, hidden, keys)
-        return projected(self.wo, self.dropout(gated, keys), keys)
+        else:
+            joint = joint_projection(hidden, (self.wi_0, self.wi_1), (keys, keys))
+            if keys is not None and self.dropout.p:  # without p, keys are for the dropout of adapters
+                return self.kernel(joint, keys, self.dropout.p)
+            gated = self.kernel(joint, None, 0.0)
+        return cast(Tensor, self.dropout(gated, keys))
 
     def _gelu(self, hidden: Tensor) -> Tensor:
         """Compute GELU's tanh approximation: one kernel in training, otherwise step by step, as Hugging Face rounds."""

@@ -7,6 +7,7 @@
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -69,8 +70,10 @@ def _attention(d: int, causal: bool, rate: float | None = None) -> Callable[[], 
     return launch
 
 
-def _gelu() -> None:
-    gated_gelu.gated_gelu(torch.zeros(4, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+def _gelu(rate: float | None = None) -> None:
+    joint = torch.zeros(4, 64, dtype=torch.bfloat16, requires_grad=True)
+    keys = None if rate is None else torch.zeros(4, dtype=torch.int64)
+    gated_gelu.gated_gelu(joint, keys, rate or 0.0).sum().backward()
 
 
 def _update() -> None:
@@ -91,9 +94,10 @@ CASES = {
     "128, causal": _attention(128, causal=True),
     "128, causal, pairs with dropout": _attention(128, causal=True, rate=0.1),
     "gated GELU": _gelu,
+    "gated GELU with dropout": partial(_gelu, 0.1),
     "update": _update,
 }
-EVERYWHERE = ("64, causal", "128", "128, causal, pairs with dropout", "gated GELU", "update")
+EVERYWHERE = ("64, causal", "128", "128, causal, pairs with dropout", "gated GELU", "gated GELU with dropout", "update")
 """The cases that are compiled for each kind of GPU; all of them would take minutes."""
 
 if __name__ == "__main__":

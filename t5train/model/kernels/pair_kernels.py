@@ -1,4 +1,4 @@
-"""What the attention kernels must know of rows of pairs: which tiles and tokens are seen, and what dropout drops."""
+"""What kernels must know of rows of pairs: which tiles and tokens attention sees, and what dropout drops."""
 
 import triton
 import triton.language as tl
@@ -33,19 +33,35 @@ def dropout_of_queries(tokens, b, n, queries, h):
     mixed = (of_tokens(tokens, b, n, queries) ^ h).to(tl.uint64) + 0x9E3779B97F4A7C15
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
-    mixed ^= mixed >> 31
-    return mixed.to(tl.uint32), (mixed >> 32).to(tl.uint32)
+    return _halves(mixed ^ (mixed >> 31))
+
+
+@triton.jit
+def dropout_of_row(keys, row):
+    """Both halves of the key of one row of features."""
+    return _halves(tl.load(keys + row).to(tl.uint64))
+
+
+@triton.jit
+def dropout_of_features(numbers):
+    """The columns of ``counted_dropout.dropped`` for features."""
+    return numbers.to(tl.uint32) * 0x9E3779B9
 
 
 @triton.jit
 def dropout_of_keys(tokens, b, n, keys):
-    """The columns of ``counted_dropout.dropped``."""
-    return of_tokens(tokens, b, n, keys).to(tl.uint32) * 0x9E3779B9
+    """The columns of ``counted_dropout.dropped`` for keys of attention."""
+    return dropout_of_features(of_tokens(tokens, b, n, keys))
+
+
+@triton.jit
+def _halves(key):
+    return key.to(tl.uint32), (key >> 32).to(tl.uint32)
 
 
 @triton.jit
 def kept_of(low, high, columns, LOWEST: tl.constexpr):
-    """Which probabilities ``counted_dropout.dropped`` keeps, given a row of one kind and a column of the other."""
+    """Which numbers ``counted_dropout.dropped`` keeps, given a row of one kind and a column of the other."""
     hashed = (low + columns) ^ high
     hashed = (hashed ^ (hashed >> 16)) * 0x85EBCA6B
     hashed = (hashed ^ (hashed >> 13)) * 0xC2B2AE35

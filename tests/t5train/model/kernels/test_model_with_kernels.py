@@ -258,5 +258,7 @@ def _opcheck(operator: Any, arguments: tuple[Any, ...], name: str) -> None:
 
 def test_the_gated_gelu_operators_keep_the_rules_of_torch() -> None:
     joint = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
-    torch.library.opcheck(gated_gelu.gated_gelu, (joint.clone().requires_grad_(),))
-    torch.library.opcheck(gated_gelu._gated_gelu_backward, (joint[:, :20].contiguous(), joint))
+    slope, keys = joint[:, :20].contiguous(), torch.arange(3)
+    for dropout in ((None, 0.0), (keys, 0.1)):
+        torch.library.opcheck(gated_gelu.gated_gelu, (joint.clone().requires_grad_(), *dropout))
+        torch.library.opcheck(gated_gelu._gated_gelu_backward, (slope, joint, *dropout))
