@@ -3,13 +3,14 @@
 ::
 
     python -m benchmarks.pair_attention [--preset base] [--rows 64] [--input-tokens 256] [--target-tokens 256]
-        [--dropout 0.1] [--mean-tokens 20] [--layers 3] [--passes 20]
+        [--dropout 0.1] [--mean-tokens 20] [--layers 3] [--passes 20] [--only kernels]
 
 Both train the same T5 v1.1, compiled with CUDA graphs as an engine compiles it, on the same random rows: pairs with
 lengths of an exponential distribution, packed in order. Both use the kernel of the gated GELU. torch's attention reads
 a mask of all queries and keys, and with dropout keeps its weights. The table shows milliseconds of a forward and
 backward pass, real tokens a second, peak memory, the loss of the first batch, and how far its gradients are from those
-with torch's attention, relative to their norm.
+with torch's attention, relative to their norm. A second table has the kernels of a pass, by kind; time in which none
+runs is left out.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measured_result import Figure, add_into, measured_here, spread
 from t5train.data.samples.loader import Segments
@@ -30,10 +32,12 @@ from t5train.model.kernels import biased_attention, gated_gelu
 from t5train.model.model_shape import T5Shape, resolve
 from t5train.model.t5 import T5, PairRows
 from t5train.spec import ModelSpec
+from t5train.train.step_benchmark import kind_of
 
 BATCHES = 4
 WARM_UP = 2 * BATCHES
 VOCABULARY = 32_100
+ATTENTIONS = ("torch", "kernels")
 
 
 class Batch(NamedTuple):
@@ -60,6 +64,7 @@ def main() -> None:
     parser.add_argument("--mean-tokens", type=int, default=20, help="of a source, and of a target")
     parser.add_argument("--layers", type=int, default=3, help="of the encoder, and of the decoder; more compile longer")
     parser.add_argument("--passes", type=int, default=20)
+    parser.add_argument("--only", choices=ATTENTIONS, help="measure this attention alone")
     add_into(parser)
     given = parser.parse_args()
     if not torch.cuda.is_available():
@@ -76,9 +81,10 @@ def main() -> None:
     generator = np.random.default_rng(1)
     lengths = given.input_tokens, given.target_tokens
     batches = [_batch(generator, given.rows, lengths, given.mean_tokens, given.dropout > 0) for _ in range(BATCHES)]
-    found = {name: _measured(shape, name == "kernels", batches, given.passes) for name in ("torch", "kernels")}
+    names = (given.only,) if given.only else ATTENTIONS
+    found = {name: _measured(shape, name == "kernels", batches, given.passes) for name in names}
     tokens = statistics.mean(each.real_tokens for each in batches)
-    reference = found["torch"].gradients
+    reference = found[names[0]].gradients
     distances = {name: float((each.gradients - reference).norm() / reference.norm()) for name, each in found.items()}
     rows: list[dict[str, Figure]] = [
         {
@@ -97,6 +103,12 @@ def main() -> None:
         f"{share:.2f} of the tokens are real."
     )
     measured_here("Passes over rows of pairs, by attention", rows, notes).show(given.into)
+    kinds = sorted({kind for each in found.values() for kind in each.kernels})
+    parts: list[dict[str, Figure]] = [
+        {"kernels": kind, **{f"ms, {name}": round(each.kernels.get(kind, 0.0), 3) for name, each in found.items()}}
+        for kind in kinds
+    ]
+    print(measured_here("Kernels of a pass over rows of pairs", parts, notes).text())
 
 
 def _batch(
@@ -125,9 +137,12 @@ def _packed(generator: np.random.Generator, lengths: tuple[int, int], mean_token
 
 
 class Measured(NamedTuple):
-    """What a model took: milliseconds of each pass, bytes, and the loss and gradients of the first batch."""
+    """What a model took: milliseconds of each pass, and of a pass by kind of kernel, bytes, and the first batch's loss
+    and gradients.
+    """
 
     ms: list[float]
+    kernels: dict[str, float]
     memory: int
     loss: float
     gradients: Tensor
@@ -147,9 +162,23 @@ def _measured(shape: T5Shape, uses_kernels: bool, batches: list[Batch], passes: 
     gradients = torch.cat([each.grad.float().flatten() for each in model.parameters() if each.grad is not None])
     taken = [ms for ms, _ in _passes(model, batches * ((passes + WARM_UP) // len(batches) + 1))]
     memory = torch.cuda.max_memory_allocated()
+    kernels = _kernels(model, batches)
     del model
     torch.compiler.reset()
-    return Measured(taken[WARM_UP : WARM_UP + passes], memory, first, gradients.cpu())
+    return Measured(taken[WARM_UP : WARM_UP + passes], kernels, memory, first, gradients.cpu())
+
+
+def _kernels(model: T5, batches: list[Batch]) -> dict[str, float]:
+    """Return the milliseconds of a pass by kind of kernel: that of ``bench``, with the gated GELU for itself."""
+    with profile(activities=[ProfilerActivity.CUDA]) as run:
+        for _ in _passes(model, batches):
+            pass
+    found: dict[str, float] = {}
+    for event in run.events() or []:
+        if event.device_type.name != "CPU":
+            kind = "gated GELU" if event.name.startswith("gelu_") else kind_of(event.name)
+            found[kind] = found.get(kind, 0.0) + event.device_time / 1e3 / len(batches)
+    return found
 
 
 def _passes(model: T5, batches: list[Batch]) -> Iterator[tuple[float, float]]:
