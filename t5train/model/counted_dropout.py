@@ -21,7 +21,7 @@ class CountedDropout(nn.Dropout):
 
     def forward(self, values: Tensor, keys: Tensor | None = None) -> Tensor:
         """Map [..., features] to the same shape; ``keys`` are int64 [...]."""
-        if keys is None or not self.training or not self.p:  # without p, keys are for the dropout of adapters
+        if keys is None or not self.training:
             return super().forward(values)
         features = torch.arange(values.shape[-1], dtype=torch.int32, device=values.device)
         return dropped(values, self.p, keys, features)
@@ -33,9 +33,7 @@ def dropped(values: Tensor, rate: float, keys: Tensor, columns: Tensor) -> Tenso
     ``keys`` int64 [...] and ``columns`` int32, which broadcasts to ``values``, decide which ones: a 32-bit hash of both
     (murmur3's finaliser) is compared with the rate.
     """
-    # Both halves of the keys, on little-endian machines the lower one first. For torch.compile the view is a
-    # border: arithmetic of 64 bits stays one for each token, and is not repeated for each feature.
-    low, high = keys[..., None, None].view(torch.int32).unbind(-1)
+    low, high = keys.int().unsqueeze(-1), (keys >> 32).int().unsqueeze(-1)
     hashed = (low + columns * _GOLDEN_32) ^ high
     hashed = (hashed ^ _shifted(hashed, 16)) * (0x85EBCA6B - (1 << 32))
     hashed = (hashed ^ _shifted(hashed, 13)) * (0xC2B2AE35 - (1 << 32))
