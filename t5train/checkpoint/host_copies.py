@@ -141,7 +141,8 @@ class _Storages:
         else:
             self._copy_staged(source, target)
         found = target.untyped_storage()
-        setattr(found, _COPIED_FROM, torch.serialization.location_tag(original))
+        if (location := torch.serialization.location_tag(original)) != "cpu":
+            setattr(found, _COPIED_FROM, location)
         return found
 
     def _copy_staged(self, source: Tensor, target: Tensor) -> None:
@@ -159,8 +160,12 @@ class _Storages:
 
 
 def _original_location(storage: Any) -> str | None:
-    """The device that torch.save records for a storage that is a copy; None for any other storage."""
-    return getattr(storage, _COPIED_FROM, None)
+    """The device that torch.save records for a storage copied from an accelerator; None for any other storage.
+
+    The string is a new one each time, as torch's own is: pickle would write a reference for one that it has written.
+    """
+    location = getattr(storage, _COPIED_FROM, None)
+    return location and "".join(location)
 
 
 torch.serialization.register_package(0, _original_location, lambda _storage, _location: None)
