@@ -185,6 +185,7 @@ def queries_backward(
     before = tl.zeros([BQ], tl.float32)  # sums of the tiles far before and far after the query
     after = tl.zeros([BQ], tl.float32)
     begin, end = visited(seen, b, block, tl.cdiv(nq, BQ), nk)
+    begin = begin // BK * BK
     if CAUSAL:
         end = tl.minimum(end, first_q + BQ)
     if segments is not None:
@@ -212,11 +213,12 @@ def queries_backward(
             dp = tl.where(kept_of(low[:, None], high[:, None], columns[None, :], LOWEST), dp * SCALE, 0.0)
         ds = p * (dp - delta[:, None])
         if table is not None:
-            if shift + (BK - 1) <= -FAR:
+            of_tile = first_k // BQ * BQ - first_q  # bias_tiles has the tiles of BQ keys that are not wholly beyond
+            if of_tile + (BQ - 1) <= -FAR:
                 before += tl.sum(ds, 1)
             # Two conditions: Triton decides the outer one when it compiles, so a causal kernel lacks the inner one.
             if not CAUSAL:  # noqa: SIM102 - see above
-                if shift - (BQ - 1) >= FAR:
+                if of_tile - (BQ - 1) >= FAR:
                     after += tl.sum(ds, 1)
         dq = tl.dot(ds.to(k.dtype), k, dq)
     _store(dq_rows, dq, b, h, first_q, BQ, D)

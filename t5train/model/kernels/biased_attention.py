@@ -19,7 +19,7 @@ from t5train.model.counted_dropout import lowest_kept
 from t5train.model.kernels import attention_kernels
 from t5train.model.kernels.operators import HOPPER, ROUNDING, operator
 from t5train.model.kernels.segment_tiles import BLOCK as _BLOCK
-from t5train.model.kernels.segment_tiles import segment_tiles
+from t5train.model.kernels.segment_tiles import STEP, segment_tiles
 
 _PROGRAMS = 1900  # about, of bias_tiles; a constant, because the order of the sums over the batch depends on it
 _DIAGONAL_WIDTH = 1024
@@ -155,15 +155,16 @@ def _attention_backward(  # noqa: PLR0913, PLR0917 - see above
     beyond = lse.new_empty(b, h, blocks, 2)
     sizes = (h, nq, nk, padded)
     flags: dict[str, Any] = {"D": d, "CAUSAL": causal, **_masks(known, nk % _BLOCK == 0, dropout_rate)}
-    blocked = {"FAR": far, "BQ": _BLOCK, "BK": _BLOCK, **flags}
-    tiles = [_rows(x) for x in (q, k, v, dout)]
+    step_k, step_q = options["dq"]["BK"], options["dkdv"]["BQ"]
+    q_rows, k_rows, v_rows, dout_rows = (_rows(x) for x in (q, k, v, dout))
     attention_kernels.queries_backward[(blocks * b * h,)](
-        *tiles[:3], out, tiles[3], _rows(dq), table, *known.visited(known.of_queries), lse, delta, beyond, *sizes,
-        **blocked, **options["dq"],
+        q_rows, _rows(k, step_k), _rows(v, step_k), out, dout_rows, _rows(dq), table,
+        *known.visited(known.of_queries), lse, delta, beyond, *sizes, FAR=far, BQ=_BLOCK, **flags, **options["dq"],
     )  # fmt: skip
     attention_kernels.keys_backward[(triton.cdiv(nk, _BLOCK) * b * h,)](
-        *tiles, _rows(dk), _rows(dv), _line(lse), _line(delta), table, *known.visited(known.of_keys), *sizes[:3],
-        **blocked, **options["dkdv"],
+        _rows(q, step_q), k_rows, v_rows, _rows(dout, step_q), _rows(dk), _rows(dv), _line(lse, step_q),
+        _line(delta, step_q), table, *known.visited(known.of_keys), *sizes[:3], FAR=far, BK=_BLOCK, **flags,
+        **options["dkdv"],
     )  # fmt: skip
     if table is None or is_bias_frozen:
         return dquery, dpacked, lse.new_empty(0)
@@ -172,8 +173,8 @@ def _attention_backward(  # noqa: PLR0913, PLR0917 - see above
     parts = triton.cdiv(b, part)
     sums = lse.new_empty(parts, h, len(offsets), _BLOCK, _BLOCK)
     attention_kernels.bias_tiles[(len(offsets), h, parts)](
-        *tiles, table, *known.visited(known.near), known.num_near, lse, delta, sums, b, *sizes, offsets.start, part,
-        B=_BLOCK, FAR=far, **flags, **options["tiles"],
+        q_rows, k_rows, v_rows, dout_rows, table, *known.visited(known.near), known.num_near, lse, delta, sums, b,
+        *sizes, offsets.start, part, B=_BLOCK, FAR=far, **flags, **options["tiles"],
     )  # fmt: skip
     dtable = torch.zeros_like(table)
     attention_kernels.bias_diagonals[(h, 2 * far + 1)](
@@ -225,23 +226,22 @@ def _options(d: int, rows: _Rows = _TEXT) -> dict[str, dict[str, Any]]:
     On other GPUs, registers are left to the compiler, and fewer tiles are fetched ahead: there may be only 99 KiB of
     shared memory, before Hopper (8.6) and after it (12.0). Before it, Triton replaces descriptors by ordinary loads.
 
-    For rows of pairs, the list of tiles takes stages of its own, and the hashes of dropout take registers.
+    For rows of pairs, narrow steps visit fewer tokens of other segments, for which dropout would be hashed, too.
     """
-    small, is_hopper, has_dropout = d <= 64, capability() // 10 == HOPPER, rows.dropout is not None
-    capped = small and is_hopper
+    small, is_hopper, is_text = d <= 64, capability() // 10 == HOPPER, rows.segments is None
+    step, capped = _BLOCK if is_text else STEP, small and is_hopper
     options: dict[str, dict[str, Any]] = {
-        "forward": {"BK": 128, "STAGES": 2} if small and not has_dropout else {"BK": 64, "STAGES": 2 if small else 3},
-        "dq": {"STAGES": 2, "maxnreg": 128 if capped else None},
-        "dkdv": {"STAGES": 3, "maxnreg": 168} if capped and not has_dropout else {"STAGES": 2, "maxnreg": None},
-        "tiles": {"STAGES": _tile_stages(rows) if is_hopper else 2},
+        "forward": {"BK": 128 if small and is_text else step, "STAGES": 2 if small else 3},
+        "dq": {"BK": step, "STAGES": 2, "maxnreg": 128 if capped else None},
+        "dkdv": {"BQ": step, "STAGES": 2, "maxnreg": None},
+        "tiles": {"STAGES": 2},
     }
+    if is_hopper:
+        options["tiles"] |= {"STAGES": 3} if is_text else {"num_warps": 8, "maxnreg": 128}
+    if capped:
+        options["dkdv"] |= {"STAGES": 3, "maxnreg": 168} if is_text else {"maxnreg": 128}
+        options["dq"] |= {} if is_text else {"STAGES": 3, "maxnreg": None}
     return {kernel: {"num_warps": 4, **ROUNDING, **chosen} for kernel, chosen in options.items()}
-
-
-def _tile_stages(rows: _Rows) -> int:
-    if rows.dropout is not None:
-        return 2
-    return 3 if rows.segments is None else 5
 
 
 def capability() -> int:
@@ -284,7 +284,7 @@ def _rows(x: Tensor, rows: int = _BLOCK) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, x.shape[3]])
 
 
-def _line(x: Tensor) -> TensorDescriptor:
-    """Return a descriptor of [b, heads, whole blocks] for one block of a (batch, head) at a time."""
+def _line(x: Tensor, numbers: int) -> TensorDescriptor:
+    """Return a descriptor of [b, heads, whole blocks] for some numbers of one (batch, head) at a time."""
     b, h, padded = x.shape
-    return TensorDescriptor(x, [b * h, padded], [padded, 1], [1, _BLOCK])
+    return TensorDescriptor(x, [b * h, padded], [padded, 1], [1, numbers])

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-BLOCK = 64  # rows of queries and of keys in a tile
+BLOCK = 64  # queries or keys of a program
+STEP = 32  # begins and ends of what a program visits are multiples of it
 _NONE = torch.iinfo(torch.int32).max
 
 
@@ -30,22 +31,29 @@ class SegmentTiles(NamedTuple):
 
 def segment_tiles(segments: Tensor, memory_segments: Tensor, offsets: range) -> SegmentTiles:
     """Return the tiles of queries of ``segments`` [b, nq] and keys of ``memory_segments`` [b, nk]; padding is 0."""
-    (low, high), (memory_low, memory_high) = _bounds(segments), _bounds(memory_segments)
-    shares = (low[:, :, None] <= memory_high[:, None]) & (memory_low[:, None] <= high[:, :, None])
-    return SegmentTiles(_spans(shares), _spans(shares.mT), *_near(shares, offsets))
+    blocks, memory_blocks = _bounds(segments, BLOCK), _bounds(memory_segments, BLOCK)
+    of_queries = _spans(_share(blocks, _bounds(memory_segments, STEP)))
+    of_keys = _spans(_share(memory_blocks, _bounds(segments, STEP)))
+    return SegmentTiles(of_queries, of_keys, *_near(_share(blocks, memory_blocks), offsets))
 
 
-def _bounds(segments: Tensor) -> tuple[Tensor, Tensor]:
+def _bounds(segments: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return the lowest and the highest segment of each block, [b, blocks]. Those of padding alone share nothing."""
-    blocks = functional.pad(segments, (0, -segments.shape[1] % BLOCK)).reshape(len(segments), -1, BLOCK)
+    blocks = functional.pad(segments, (0, -segments.shape[1] % size)).reshape(len(segments), -1, size)
     return torch.where(blocks == 0, _NONE, blocks).amin(-1), blocks.amax(-1)
 
 
+def _share(of_blocks: tuple[Tensor, Tensor], of_others: tuple[Tensor, Tensor]) -> Tensor:
+    """Return which [b, blocks, others] share a segment, from the bounds of both."""
+    (low, high), (others_low, others_high) = of_blocks, of_others
+    return (low[:, :, None] <= others_high[:, None]) & (others_low[:, None] <= high[:, :, None])
+
+
 def _spans(shares: Tensor) -> Tensor:
-    """Return the first token that [b, blocks, others] visits, and where they end; 0 of them if there are none."""
+    """Return the first token that [b, blocks, steps] visits, and where they end; 0 of them if there are none."""
     numbers = torch.arange(shares.shape[-1], device=shares.device)
     first, end = torch.where(shares, numbers, _NONE).amin(-1), torch.where(shares, numbers + 1, 0).amax(-1)
-    return (torch.stack([first.minimum(end), end], -1) * BLOCK).int()
+    return (torch.stack([first.minimum(end), end], -1) * STEP).int()
 
 
 def _near(shares: Tensor, offsets: range) -> tuple[Tensor, Tensor]:

@@ -192,7 +192,7 @@ def test_tiles_are_found_by_the_lowest_and_highest_segment_of_each_block() -> No
     row = [1] * 64 + [2] * 70 + [3] * 58 + [4] * 4 + [0] * 10
     segments = torch.tensor([row, [0] * len(row)], dtype=torch.int32)
     tiles = segment_tiles(segments, segments, range(-1, 2))
-    assert tiles.of_queries.tolist() == [[[0, 64], [64, 192], [64, 192], [192, 256]], [[0, 0]] * 4]
+    assert tiles.of_queries.tolist() == [[[0, 64], [64, 160], [64, 192], [192, 224]], [[0, 0]] * 4]
     assert tiles.of_keys.tolist() == tiles.of_queries.tolist()
     found = [each[:n].tolist() for each, n in zip(tiles.near, tiles.num_near, strict=True)]
     assert found == [[2], [0, 1, 2, 3], [1]]
