@@ -1,4 +1,4 @@
-"""Runs that another process holds, and starts that end with an error."""
+"""Runs that another process holds or has taken over, and starts that end with an error."""
 
 import subprocess
 import sys
@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from infra.head.launch.held_run import hold_run
+from infra.head.storage.claim import Claim
+from t5train.errors import RunLocked
+from t5train.files.ownership import Ownership
 
 HOLDS = """
 import sys, time
@@ -39,3 +42,12 @@ def kill_holder(run: Path, how: str = "hold_run") -> int:
 def end_with(run: Path, error: BaseException) -> None:
     with pytest.raises(type(error)), hold_run(run):
         raise error
+
+
+def is_lost(owned: Ownership | Claim) -> bool:
+    """Whether this process has noticed that another head has taken over its run."""
+    try:
+        owned.require_kept()
+    except RunLocked:
+        return True
+    return False

@@ -48,7 +48,7 @@ class HeldRun:
 
     def require_held(self) -> None:
         """Raise RunLocked if a head on another machine has taken over the run."""
-        self._lease.require_held()
+        self._lease.require_kept()
         if self.copies is not None:
             self.copies.require_kept()
 
@@ -84,7 +84,7 @@ def hold_run(run_folder: Path) -> Iterator[HeldRun]:
             try:
                 _end_found(run)
             finally:
-                run.claim.end()
+                run.claim.release()
                 if run.copies is not None:
                     run.copies.end()
 

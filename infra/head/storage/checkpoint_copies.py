@@ -94,7 +94,7 @@ class CheckpointCopies:
                 try:
                     take_stock(claim, set(names_in(self._folder / STORING)))
                 except BaseException:
-                    claim.end()
+                    claim.release()
                     raise
                 self._claim = claim
             return self._claim
@@ -220,7 +220,7 @@ class CheckpointCopies:
         """Stop the thread, and release the run in the bucket."""
         self.stop()
         if self._claim is not None:
-            self._claim.end()
+            self._claim.release()
 
     def _copy_until_stopped(
         self, stop_requested: threading.Event, wake: threading.Event, progress: Interruptible

@@ -5,18 +5,16 @@ checkpoints, so that no other head adopts the run while this one is alive.
 """
 
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 
 from infra.head.hosts.node_client import Nodes
 from infra.head.storage.node_paths import NodeRun
 from infra.node.attempts.run_ownership import Claimed, ClaimRun, DisownRun, Mode, Owner
 from t5train.errors import HostError, RunOwned
+from t5train.files.ownership import RENEWALS_IN_A_LEASE, Ownership
 
 _DEADLINE_SECONDS = 60.0
 _SHORTEST_DEADLINE_SECONDS = 5.0
-_RENEWALS_IN_A_LEASE = 4
-_END_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -24,13 +22,13 @@ _Answers = Mapping[str, Claimed | HostError]
 
 
 class Claim:
-    """This head's claim to the files of one run on the hosts of the last ``take``, renewed until ``end``.
+    """This head's claim to the files of one run on the hosts of the last ``take``, renewed until it is released.
 
-    A claim outlives an attempt, so it belongs to the HeldRun, and ends when that is released.
+    A claim outlives an attempt, so it belongs to the HeldRun, and is released with it.
     """
 
     def __init__(self) -> None:
-        self._renewal: _Renewal | None = None
+        self._renewed: _RenewedClaim | None = None
 
     def take(self, run: NodeRun, required: Sequence[str], others: Sequence[str], adopt: bool) -> list[Owner]:
         """Claim the run on ``required`` hosts, and on ``others`` that answer.
@@ -45,60 +43,45 @@ class Claim:
             fresh = [host for host, state in states.items() if state.is_ours and state.owner is None]
             nodes.on(*fresh).ask(DisownRun(nodes.scratch, run.name, run.owner), _DEADLINE_SECONDS)
             _require_free(run, states, adopt)
-        self._renew(run, nodes.on(*{**dict.fromkeys(run.nodes.hosts), **states}))
+        earlier, kept = self._renewed, nodes.on(*{**dict.fromkeys(run.nodes.hosts), **states})
+        self._renewed = _RenewedClaim(run, kept)
+        if earlier is not None:
+            earlier.release()
         owners = dict.fromkeys(state.owner for state in states.values() if state.owner)
         return [owner for owner in owners if owner.unique_id != run.owner.unique_id]
 
     def require_kept(self) -> None:
         """Raise RunOwned if another head has taken over the run's files since."""
-        if self._renewal is not None and self._renewal.lost is not None:
-            raise self._renewal.lost
+        if self._renewed is not None:
+            self._renewed.require_kept()
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Stop renewing the claim, if it was taken."""
-        renewal, self._renewal = self._renewal, None
-        if renewal is not None:
-            renewal.end()
-
-    def _renew(self, run: NodeRun, nodes: Nodes) -> None:
-        """Renew the claim on these nodes from now on, and no longer on those of an earlier attempt."""
-        before, self._renewal = self._renewal, _Renewal(run, nodes)
-        if before is not None:
-            before.end()
+        if self._renewed is not None:
+            self._renewed.release()
+            self._renewed = None
 
 
-class _Renewal:
-    """A thread that renews the leases of a run on its hosts."""
+class _RenewedClaim(Ownership):
+    """The claim to a run on these hosts, which was just made."""
 
     def __init__(self, run: NodeRun, nodes: Nodes) -> None:
-        self._run, self._nodes = run, nodes
-        self.lost: RunOwned | None = None
-        """Set once the run belongs to another head on some host."""
-        self._silent: set[str] = set()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="claim on hosts", daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """Stop renewing. Waits only briefly for hosts that do not answer a renewal."""
-        self._ended.set()
-        self._thread.join(_END_SECONDS)
+        self._run, self._nodes, self._silent = run, nodes, set[str]()
+        interval = run.owner.lease_seconds / RENEWALS_IN_A_LEASE
+        # A host that hangs must not delay the others.
+        self._deadline_seconds = max(2 * interval, _SHORTEST_DEADLINE_SECONDS)
+        super().__init__("the claim on hosts", interval)
 
     def _renew(self) -> None:
-        interval = self._run.owner.lease_seconds / _RENEWALS_IN_A_LEASE
-        while self.lost is None and not self._ended.wait(interval):
-            deadline = max(2 * interval, _SHORTEST_DEADLINE_SECONDS)  # a host that hangs must not delay the others
-            answers = _ask(self._nodes, self._run, Mode.CLAIM, deadline)
-            refused = {host: each for host, each in _states(answers).items() if not each.is_ours}
-            if refused:
-                self.lost = _owned(self._run, refused)
-                _log.error("%s", self.lost)
-            self._note_silent({host: each for host, each in answers.items() if isinstance(each, HostError)})
-
-    def _note_silent(self, silent: Mapping[str, HostError]) -> None:
+        answers = _ask(self._nodes, self._run, Mode.CLAIM, self._deadline_seconds)
+        _require_free(self._run, _states(answers), adopt=False)
+        silent = {host: each for host, each in answers.items() if isinstance(each, HostError)}
         for host in silent.keys() - self._silent:
             _log.warning("cannot renew the lease of run %s on %s, will retry: %s", self._run.name, host, silent[host])
         self._silent = set(silent)
+
+    def _release(self) -> None:
+        """Leave the leases to expire. Hosts are asked to release only a run that has finished (ReleaseRun)."""
 
 
 def _ask(nodes: Nodes, run: NodeRun, mode: Mode, deadline_seconds: float = _DEADLINE_SECONDS) -> _Answers:

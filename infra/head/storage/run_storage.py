@@ -205,7 +205,7 @@ class NodeLocalStorage:
         self.require_claimed()
         names = [*MONITORED, WITNESS_FOLDER]
         collect(self.run.nodes, self.run.first, self.run.relative_path, names, self.run.folder)
-        self.host_claim.end()
+        self.host_claim.release()
         for host, error in release(self.run.nodes, self.run.name).items():
             if error is not None:
                 _log.warning("files staged on %s for this run are not released: %s", host, error)

@@ -10,16 +10,17 @@ import logging
 import os
 import secrets
 import socket
-import threading
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from infra.node.attempts.attempt import now, shown_time
 from infra.node.processes import boot_id
 from t5train.errors import RunLocked, StorageError
 from t5train.files.locks import is_network_file_system
 from t5train.files.os_errors import reason
+from t5train.files.ownership import Ownership
 
 HOLDER = "holder.json"
 LEASE_SECONDS = 30.0
@@ -85,8 +86,8 @@ def holder_elsewhere(run_folder: Path) -> Holder | None:
     return _moved(run_folder, found, _GLANCE_SECONDS)
 
 
-class RunLease:
-    """The record of this process as the holder of a run, renewed until it is released."""
+class RunLease(Ownership):
+    """The record of this process as the holder of a run."""
 
     def __init__(self, run_folder: Path) -> None:
         """Take the run, whose lock this process must hold.
@@ -95,8 +96,6 @@ class RunLease:
         written.
         """
         self._folder, self._mine = run_folder, Holder()
-        self.lost_to: Holder | None = None
-        """The holder that took over the run, if this process could not renew its record for too long."""
         self._await_silence()
         try:
             self._write(os.O_CREAT)
@@ -105,28 +104,13 @@ class RunLease:
                 f"{run_folder / HOLDER} cannot be written: {reason(error, run_folder / HOLDER)}"
             ) from error
         self._settle()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="lease of the run", daemon=True)
-        self._thread.start()
+        super().__init__(f"the lease in {run_folder / HOLDER}", _RENEW_SECONDS)
 
-    def require_held(self) -> None:
-        """Raise RunLocked if a head on another machine has taken over the run."""
-        if self.lost_to is not None:
-            raise RunLocked(
-                f"run {self._folder} was taken over by {self.lost_to}, because this process could not renew "
-                f"{self._folder / HOLDER} for {LEASE_SECONDS:.0f} s. Let that process continue, or stop it before "
-                "you start the run here again"
-            )
+    def _renew(self) -> None:
+        self._replace(counter=self._mine.counter + 1)
 
-    def release(self) -> None:
-        """Release the run, so that heads on other machines can take it at once. Does nothing the second time."""
-        if self._closed.is_set():
-            return
-        self._closed.set()
-        self._thread.join()
-        if self.lost_to is None:
-            self._mine = replace(self._mine, is_released=True)
-            self._try_to_write()
+    def _release(self) -> None:
+        self._replace(is_released=True)
 
     def _await_silence(self) -> None:
         found = read(self._folder)
@@ -153,23 +137,15 @@ class RunLease:
         if (found := read(self._folder)) is not None and found.nonce != self._mine.nonce:
             raise RunLocked(f"run {self._folder} was taken by {found} at the same moment. Wait for that process to end")
 
-    def _renew(self) -> None:
-        while not self._closed.wait(_RENEW_SECONDS):
-            self._mine = replace(self._mine, counter=self._mine.counter + 1)
-            self._try_to_write()
-            if self.lost_to is not None:
-                _log.error("%s was taken over by %s", self._folder, self.lost_to)
-                return
-
-    def _try_to_write(self) -> None:
-        try:
-            found = read(self._folder)
-            if found is not None and found.nonce != self._mine.nonce:
-                self.lost_to = found
-            else:
-                self._write(0)
-        except (OSError, StorageError) as error:
-            _log.warning("the lease in %s cannot be renewed, will retry: %s", self._folder / HOLDER, error)
+    def _replace(self, **values: Any) -> None:
+        self._mine = replace(self._mine, **values)
+        if (found := read(self._folder)) is not None and found.nonce != self._mine.nonce:
+            raise RunLocked(
+                f"run {self._folder} was taken over by {found}, because this process could not renew "
+                f"{self._folder / HOLDER} for {LEASE_SECONDS:.0f} s. Let that process continue, or stop it before "
+                "you start the run here again"
+            )
+        self._write(0)
 
     def _write(self, how: int) -> None:
         """Overwrite in place, so that a full disk does not end a run. On NFS, other clients see it after the close."""

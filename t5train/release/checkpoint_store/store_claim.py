@@ -3,14 +3,14 @@
 import logging
 import secrets
 import socket
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
-from t5train.errors import PublicationError, RunOwned, StoreError, T5TrainError
-from t5train.files.os_errors import in_one_line
+from t5train.errors import PublicationError, RunOwned, StoreError
+from t5train.files.ownership import RENEWALS_IN_A_LEASE, Ownership
 from t5train.release.checkpoint_store.ledger import (
     Change,
     FoundLedger,
@@ -22,9 +22,7 @@ from t5train.release.checkpoint_store.ledger import (
 )
 from t5train.release.object_store.bucket import BucketFolder
 
-_RENEWALS_IN_A_LEASE = 4
 _CLAIM_TRIES = 5
-_END_SECONDS = 5.0
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 5.0, 15.0
 _log = logging.getLogger(__name__)
 
@@ -52,66 +50,40 @@ class Claimant:
         )
 
 
-class StoreClaim:
-    """The claim to a run's ledger. Threads can share it."""
+class StoreClaim(Ownership):
+    """The claim to a run's ledger."""
 
-    def __init__(self, bucket: BucketFolder, of_ledger: BucketFolder, ledger: Ledger, etag: str | None) -> None:
-        """Renew the claim from now on. ``ledger`` was just written by this head to ``of_ledger``, and has this ETag."""
-        self.bucket, self._of_ledger = bucket, of_ledger
-        self._ledger, self._etag = ledger, etag
-        self._token = ledger.holder.token if ledger.holder else ""
-        self._lost: RunOwned | None = None
-        self._changing, self._ended = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="claim in the store", daemon=True)
-        self._thread.start()
-
-    @property
-    def ledger(self) -> Ledger:
+    def __init__(self, bucket: BucketFolder, holder: Holder, ledger: Ledger, etag: str | None) -> None:
+        """Keep the claim of ``holder``, which was just written with ``ledger``, and has this ETag."""
+        interval = holder.lease_seconds / RENEWALS_IN_A_LEASE
+        # Renewals must not wait for one lost answer until the lease has expired.
+        wait_seconds = min(max(interval, _SHORTEST_SECONDS), _LONGEST_SECONDS)
+        self.bucket, self._of_ledger = bucket, BucketFolder(bucket.url, 1, wait_seconds)
+        self.ledger = ledger
         """The ledger as this head wrote it last."""
-        return self._ledger
-
-    def require_kept(self) -> None:
-        """Raise RunOwned if another head has taken over the run since. Asks nobody."""
-        if self._lost is not None:
-            raise self._lost
+        self._token, self._etag = holder.token, etag
+        super().__init__(f"the claim to {bucket.url}", interval)
 
     def change(self, change: Change) -> None:
         """Change the ledger.
 
         Raises RunOwned if another head has taken over the run, which then has changed nothing; and StoreError.
         """
-        with self._changing:
-            while True:
-                self.require_kept()
-                wanted = change(self._ledger)
-                if (etag := write_ledger(self._of_ledger, wanted, self._etag)) is not None:
-                    self._ledger, self._etag = wanted, etag
-                    return
-                self._read_again()
+        self._while_kept(partial(self._write, change))
 
-    def renew(self) -> None:
-        """Renew the lease. Raises the errors of ``change``."""
-        self.change(lambda ledger: ledger.changed())
-
-    def end(self) -> None:
-        """Stop renewing, and release the run, so that another head need not wait for the lease to expire.
-
-        Tries to for a few seconds.
-        """
-        self._ended.set()
-        releasing = threading.Thread(target=self._release, name="release in the store", daemon=True)
-        releasing.start()
-        releasing.join(_END_SECONDS)  # no longer: a store that does not answer must not delay the end of a command
+    def _renew(self) -> None:
+        self._write(lambda ledger: ledger.changed())
 
     def _release(self) -> None:
-        if self._lost is not None:
-            return
-        try:
-            self.change(lambda ledger: ledger.changed(holder=None))
-        except RunOwned:
-            return  # it is the other head's now
-        except T5TrainError as error:
-            _log.warning("the claim to %s is not released, and expires by itself: %s", self.bucket.url, error)
+        self._write(lambda ledger: ledger.changed(holder=None))
+
+    def _write(self, change: Change) -> None:
+        while True:
+            wanted = change(self.ledger)
+            if (etag := write_ledger(self._of_ledger, wanted, self._etag)) is not None:
+                self.ledger, self._etag = wanted, etag
+                return
+            self._read_again()
 
     def _read_again(self) -> None:
         """Read the ledger, because it is not what this head wrote last. A write whose answer was lost is its own.
@@ -124,36 +96,17 @@ class StoreClaim:
             self._etag = None
             return
         if holder is not None and holder.token == self._token:
-            self._ledger, self._etag = found.ledger, found.etag
+            self.ledger, self._etag = found.ledger, found.etag
             return
         by = f"now belong to {holder}" if holder else "were taken over and released by another head"
-        self._lost = RunOwned(
+        raise RunOwned(
             f"the checkpoints in {self.bucket.url} {by}: this process ends, and stores nothing more. To continue the "
             "run here, end the other process first"
         )
-        raise self._lost
-
-    def _renew(self) -> None:
-        interval = (self._ledger.holder.lease_seconds if self._ledger.holder else 0) / _RENEWALS_IN_A_LEASE
-        was_silent = False
-        while not self._ended.wait(interval):
-            try:
-                self.renew()
-            except RunOwned as error:
-                _log.error("%s", error)
-                return
-            except Exception as error:  # whatever it is, the lease has to be renewed
-                if not was_silent:
-                    _log.warning(
-                        "the claim to %s cannot be renewed, will retry: %s", self.bucket.url, in_one_line(error)
-                    )
-                was_silent = True
-            else:
-                was_silent = False
 
 
 def claim_store(bucket: BucketFolder, claimant: Claimant) -> StoreClaim:
-    """Claim the ledger of a run for this head, and renew the claim until ``StoreClaim.end``.
+    """Claim the ledger of a run for this head, and renew the claim until it is released.
 
     A claim of the same root on the same machine, since it was booted, is replaced at once, because only one process at
     a time holds a run's folder.
@@ -161,9 +114,6 @@ def claim_store(bucket: BucketFolder, claimant: Claimant) -> StoreClaim:
     Raises RunOwned if the lease of another head is valid, PublicationError if the ledger is another run's, and the
     errors of ``read_ledger``.
     """
-    # Renewals must not wait for one lost answer until the lease has expired.
-    wait_seconds = min(max(claimant.lease_seconds / _RENEWALS_IN_A_LEASE, _SHORTEST_SECONDS), _LONGEST_SECONDS)
-    of_ledger = BucketFolder(bucket.url, 1, wait_seconds)
     holder = claimant.holder()
     for _ in range(_CLAIM_TRIES):
         found = read_ledger(bucket)
@@ -177,7 +127,7 @@ def claim_store(bucket: BucketFolder, claimant: Claimant) -> StoreClaim:
             continue  # perhaps the claim that is to be replaced was renewed meanwhile
         if found is not None and found.ledger.holder is not None:
             _log.warning("%s was taken over from %s", bucket.url, found.ledger.holder)
-        return StoreClaim(bucket, of_ledger, wanted, etag)
+        return StoreClaim(bucket, holder, wanted, etag)
     raise StoreError(f"{bucket.url} is changed by another head again and again. End that head, then start again")
 
 

@@ -297,7 +297,7 @@ def test_stopping_does_not_wait_for_a_store_that_is_silent(make_spec: Make, monk
 
     monkeypatch.setattr(BucketFolder, "call", hanging)
     monkeypatch.setattr("infra.head.storage.checkpoint_copies._STOP_SECONDS", 0.1)
-    monkeypatch.setattr("t5train.release.checkpoint_store.store_claim._END_SECONDS", 0.1)
+    monkeypatch.setattr("t5train.files.ownership._END_SECONDS", 0.1)
     small_tags.save(spec.run_folder / CHECKPOINTS, 100)
     copies.start()
     assert called.wait(HANG_SECONDS)

@@ -27,18 +27,11 @@ from t5train.files.atomic import write_json
 from t5train.files.run_folder import tag_of
 from t5train.progress import silent
 from tests.infra.conftest import Start, Until
+from tests.support.held_runs import is_lost
 from tests.support.simulated_nodes import Site, Unsteady, await_end
 
 SECONDS = 8.0
 """A short lease, but longer than hosts take to renew it: each renewal starts a Python on every host."""
-
-
-def _is_lost(claim: Claim) -> bool:
-    try:
-        claim.require_kept()
-    except RunOwned:
-        return True
-    return False
 
 
 class Head:
@@ -55,7 +48,7 @@ class Head:
 def first(run: NodeRun) -> Iterator[Head]:
     head = Head(run)
     yield head
-    head.claim.end()
+    head.claim.release()
 
 
 @pytest.fixture
@@ -66,7 +59,7 @@ def second(run: NodeRun, tmp_path: Path) -> Iterator[Head]:
     owner = Owner("2" * 32, "other-head", str(tmp_path / "other-root"), "2026-02-02T00:00:00", 60.0)
     head = Head(replace(run, folder=folder, owner=owner, nodes=replace(run.nodes, owner=owner.unique_id)))
     yield head
-    head.claim.end()
+    head.claim.release()
 
 
 def with_short_lease(run: NodeRun) -> NodeRun:
@@ -75,7 +68,7 @@ def with_short_lease(run: NodeRun) -> NodeRun:
 
 def simulate_dead_head(site: Site, head: Head) -> None:
     """Leave everything as if the head had been killed long ago: its lease on all hosts has expired."""
-    head.claim.end()
+    head.claim.release()
     for host in site.nodes.hosts:
         (site.scratch(host) / head.run.relative_path / LEASE).write_text(f"{time.monotonic() - 61:<24.3f}")
 
@@ -167,7 +160,7 @@ def test_a_head_notices_that_another_head_has_taken_over_its_run(site: Site, fir
     first.claim.require_kept()
     path = site.scratch("b") / first.run.relative_path / OWNER
     write_json(path, json.loads(path.read_text()) | {"unique_id": "2" * 32, "head": "other-head"})
-    until(lambda: _is_lost(first.claim))
+    until(lambda: is_lost(first.claim))
     with pytest.raises(RunOwned, match="on b are owned by head other-head"):
         first.claim.require_kept()
     assert json.loads(path.read_text())["head"] == "other-head"
@@ -186,7 +179,7 @@ def test_the_lease_is_renewed_until_the_run_is_released_and_expires_afterwards(
             until(lambda before=before: all(map(str.__ne__, (lease.read_text() for lease in leases), before)))
         with pytest.raises(RunOwned, match="it may be running"):
             second.claimed(adopt=True)
-        renewal = first.claim._renewal
+        renewal = first.claim._renewed
     assert renewal is not None
     assert not renewal._thread.is_alive()
     simulate_dead_head(site, first)
@@ -195,7 +188,7 @@ def test_the_lease_is_renewed_until_the_run_is_released_and_expires_afterwards(
 
 def test_a_finished_run_can_be_adopted_at_once(first: Head, second: Head) -> None:
     first.claimed()
-    first.claim.end()
+    first.claim.release()
     assert not any(release(first.run.nodes, first.run.name).values())
     assert [owner.head for owner in second.claimed(adopt=True)] == ["this-head"]
 
@@ -215,7 +208,7 @@ def test_the_run_of_a_copied_root_is_refused_while_its_head_lives(site: Site, fi
         copy.claimed()
     simulate_dead_head(site, first)
     assert copy.claimed() == [], "a root whose first head is dead counts as moved, not as owned by another head"
-    copy.claim.end()
+    copy.claim.release()
 
 
 def test_ranks_that_outlive_their_head_prevent_another_head_from_adopting_the_run(

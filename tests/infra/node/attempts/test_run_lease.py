@@ -18,6 +18,7 @@ from infra.node.attempts import run_lease
 from infra.node.attempts.run_lock import holder, run_lock
 from t5train.errors import RunLocked, StorageError
 from tests.infra.conftest import Start, Until
+from tests.support.held_runs import is_lost
 
 Variables = dict[str, str]
 ELSEWHERE = """
@@ -31,7 +32,7 @@ run_lease.LEASE_SECONDS = float(sys.argv[2])
 run_lease._RENEW_SECONDS = 0.2
 run = Path(sys.argv[1])
 """
-HOLD = ELSEWHERE + "with run_lock(run) as lease:\n (run / 'held').touch()\n sys.stdin.read()\n lease.require_held()\n"
+HOLD = ELSEWHERE + "with run_lock(run) as lease:\n (run / 'held').touch()\n sys.stdin.read()\n lease.require_kept()\n"
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_a_head_on_another_machine_is_refused_with_the_name_of_the_holder(
     with run_lock(run) as lease:
         refused = run_elsewhere(local_flock, "with run_lock(run): print('in')", run, 20)
         seen = run_elsewhere(local_flock, "print(holder(run))", run, 20)
-        lease.require_held()
+        lease.require_kept()
     assert f"in use by process {os.getpid()} on {os.uname().nodename} since" in refused.stderr
     assert "in" not in refused.stdout.split()
     assert seen.stdout.startswith(f"process {os.getpid()} on "), "status and gc see a holder on another machine, too"
@@ -112,9 +113,9 @@ def test_a_head_notices_that_another_head_has_taken_over_its_run(tmp_path: Path,
         record = json.loads((tmp_path / "holder.json").read_text())
         another = run_lease.Holder(host="far", boot_id="another machine", since="then")
         (tmp_path / "holder.json").write_text(json.dumps(vars(another)).ljust(1024))
-        until(lambda: lease.lost_to is not None)
+        until(lambda: is_lost(lease))
         with pytest.raises(RunLocked, match=r"was taken over by process .* on far since then"):
-            lease.require_held()
+            lease.require_kept()
     left = json.loads((tmp_path / "holder.json").read_text())
     assert left["nonce"] == another.nonce != record["nonce"], "the record of the other head is left alone"
     assert not left["is_released"]
@@ -123,14 +124,14 @@ def test_a_head_notices_that_another_head_has_taken_over_its_run(tmp_path: Path,
 def test_a_stopped_head_loses_the_run_and_gets_an_error_when_it_resumes(
     tmp_path: Path, start: Start, until: Until, local_flock: Variables
 ) -> None:
-    until_lost = HOLD.replace("sys.stdin.read()", "\n while lease.lost_to is None: time.sleep(0.05)\n")
+    until_lost = HOLD.replace("sys.stdin.read()", "\n while True: lease.require_kept(); time.sleep(0.05)\n")
     stopped = start("-c", until_lost, str(tmp_path), "2", **local_flock)
     until((tmp_path / "held").exists)
     stopped.send_signal(signal.SIGSTOP)
     with run_lock(tmp_path) as lease:
         stopped.send_signal(signal.SIGCONT)
         assert stopped.wait(300) == 1
-        lease.require_held()
+        lease.require_kept()
     assert f"was taken over by process {os.getpid()} on" in (tmp_path / "output.txt").read_text()
 
 

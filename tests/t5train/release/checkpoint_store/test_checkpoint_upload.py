@@ -35,7 +35,7 @@ def this(destination: str) -> Iterator[StoreClaim]:
     """A head that may store the checkpoints of a run at the destination."""
     claimed = claim(destination)
     yield claimed
-    claimed.end()
+    claimed.release()
 
 
 def test_a_stored_checkpoint_is_a_publication_with_its_ranks_files_and_the_metrics(
@@ -82,7 +82,7 @@ def test_what_is_not_kept_leaves_the_ledger_first_then_its_manifest_then_its_obj
     left = {name.partition("/")[0] for name in reader.keys(destination)}
     assert left == {"run.json", *(one.folder for one in ledger_at(destination).checkpoints)}
     assert len(left) == 3
-    this.end()
+    this.release()
 
 
 def test_every_so_many_steps_a_checkpoint_is_kept(this: StoreClaim, destination: str, tmp_path: Path) -> None:

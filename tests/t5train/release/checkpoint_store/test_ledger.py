@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from t5train.errors import DigestMismatch, PublicationError, RunOwned, StoreError, T5TrainError
+from t5train.files import ownership
 from t5train.release.checkpoint_store import store_claim
 from t5train.release.checkpoint_store.ledger import LEDGER, FoundLedger, read_ledger
 from t5train.release.checkpoint_store.store_claim import StoreClaim
@@ -34,7 +35,7 @@ def await_expired(destination: str) -> None:
 def test_a_run_is_refused_while_its_head_renews_its_lease_and_taken_over_after_that(
     destination: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_claim, "_RENEWALS_IN_A_LEASE", 20)  # one that a busy machine delays must not matter
+    monkeypatch.setattr(store_claim, "RENEWALS_IN_A_LEASE", 20)  # one that a busy machine delays must not matter
     first = claim(destination, "/a")
     store(first, tmp_path, 100)
     time.sleep(LEASE_SECONDS)  # a living head renews its lease
@@ -49,7 +50,7 @@ def test_a_run_is_refused_while_its_head_renews_its_lease_and_taken_over_after_t
     with pytest.raises(RunOwned):
         first.require_kept()
     assert not is_superseded(second)
-    second.end()
+    second.release()
 
 
 def test_of_eight_heads_that_take_a_run_over_at_once_exactly_one_gets_it(destination: str) -> None:
@@ -71,19 +72,19 @@ def test_of_eight_heads_that_take_a_run_over_at_once_exactly_one_gets_it(destina
         thread.join()
     assert (len(won), len(refused)) == (1, 7)
     assert not is_superseded(won[0])
-    won[0].end()
+    won[0].release()
 
 
 def test_a_released_run_and_one_of_the_same_head_and_root_are_claimed_at_once(
     destination: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_claim, "_END_SECONDS", 60.0)  # a busy machine may not release it within five seconds
-    claim(destination, "/a").end()
+    monkeypatch.setattr(ownership, "_END_SECONDS", 60.0)  # a busy machine may not release it within five seconds
+    claim(destination, "/a").release()
     second = claim(destination, "/b")
     again = claim(destination, "/b")
     assert is_superseded(second)
     kill(second)
-    again.end()
+    again.release()
 
 
 def test_a_head_finds_its_own_ledger_although_the_list_of_objects_is_stale(
@@ -98,13 +99,13 @@ def test_a_head_finds_its_own_ledger_although_the_list_of_objects_is_stale(
         head._etag = f'"{"0" * 32}"'  # as after a write whose answer was lost
         head.renew()
     assert not is_superseded(head)
-    head.end()
+    head.release()
 
 
 def test_a_claim_that_is_renewed_while_it_is_replaced_is_replaced(
     destination: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_claim, "_END_SECONDS", 60.0)  # ample, as above
+    monkeypatch.setattr(ownership, "_END_SECONDS", 60.0)  # ample, as above
     first, read, renewed = claim(destination, "/a"), store_claim.read_ledger, list[int]()
 
     def read_before_a_renewal(bucket: BucketFolder) -> FoundLedger | None:
@@ -119,11 +120,11 @@ def test_a_claim_that_is_renewed_while_it_is_replaced_is_replaced(
     assert renewed
     assert not is_superseded(second)
     kill(first)
-    second.end()
+    second.release()
 
 
 def test_a_ledger_of_another_run_and_a_folder_with_other_files_are_refused(destination: str, reader: Reader) -> None:
-    claim(destination).end()
+    claim(destination).release()
     with pytest.raises(PublicationError, match=r"checkpoints of another run .* run --from"):
         claim(destination, unique_id="2" * 32)
     reader.put(f"{destination}-model", "manifest.json", b"{}")
@@ -146,7 +147,7 @@ def test_a_write_whose_answer_is_lost_counts(destination: str, monkeypatch: pyte
     assert not lost
     assert ledger_at(destination).removing == ("step-00000100-0123456789ab",)
     assert not is_superseded(this)
-    this.end()
+    this.release()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ def test_a_write_whose_answer_is_lost_counts(destination: str, monkeypatch: pyte
 def test_an_altered_ledger_is_refused_and_not_replaced(
     destination: str, reader: Reader, field: bytes, value: bytes, error: type[T5TrainError], said: str
 ) -> None:
-    claim(destination).end()
+    claim(destination).release()
     altered = reader.content(destination, LEDGER).replace(field, field + value)
     reader.put(destination, LEDGER, altered)
     with pytest.raises(error, match=said):

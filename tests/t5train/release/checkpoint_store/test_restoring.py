@@ -26,7 +26,7 @@ def stored(destination: str, tmp_path: Path) -> str:
     (lost / METRICS).write_text('{"step": 100}\n')
     store(this, lost, 100)
     store(this, lost, 200)
-    this.end()
+    this.release()
     return destination
 
 
