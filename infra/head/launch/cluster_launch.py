@@ -117,7 +117,7 @@ def _continued(
         earlier_attempts.end(found.this, transport)
         raise
     launcher, way = ClusterLauncher(found.this.run_id), transport_of(found.this)
-    return ClusterWatch(found, launcher, way, _with_claim(storage, on_tick)), storage
+    return ClusterWatch(found, launcher, way, on_tick), storage
 
 
 def _started(
@@ -153,18 +153,10 @@ def _started(
         head_lease.renew(launcher.folder)  # the steps since ``begin`` may have taken long
         launcher.start(this, argv, spec.cluster.accelerator)
         supervision = Supervision(this, transport, launcher.folder, boot_ids)
-        return ClusterWatch(supervision, launcher, transport, _with_claim(storage, on_tick)), storage
+        return ClusterWatch(supervision, launcher, transport, on_tick), storage
     except BaseException:
         earlier_attempts.end(this, transport)
         raise
-
-
-def _with_claim(storage: RunStorage, on_tick: Callable[[], None]) -> Callable[[], None]:
-    def tick() -> None:
-        storage.require_claimed()
-        on_tick()
-
-    return tick
 
 
 def _prepare(

@@ -47,8 +47,9 @@ class HeldRun:
         self._lease, self._found = lease, found
 
     def require_held(self) -> None:
-        """Raise RunLocked if a head on another machine has taken over the run."""
+        """Raise RunLocked if another head has taken over the run in its folder, on its hosts or in its bucket."""
         self._lease.require_kept()
+        self.claim.require_kept()
         if self.copies is not None:
             self.copies.require_kept()
 

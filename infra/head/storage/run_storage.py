@@ -44,10 +44,6 @@ class RunStorage(Protocol):
         """
         ...
 
-    def require_claimed(self) -> None:
-        """Raise RunOwned if another head has taken over the run's files since."""
-        ...
-
     def make_ready(self, attempt_folder: Path) -> Path:
         """Put the files that ranks begin from where ranks read them; returns their job's file, in this folder."""
         ...
@@ -76,9 +72,6 @@ class SharedStorage:
 
     def claim(self, are_ranks_running: bool) -> None:
         """Does nothing: the lock of the run's folder is enough."""
-
-    def require_claimed(self) -> None:
-        """Does nothing: hosts have no files of their own."""
 
     def make_ready(self, attempt_folder: Path) -> Path:
         """Only write the job: no files have to be copied."""
@@ -135,10 +128,6 @@ class NodeLocalStorage:
         tags = list(dict.fromkeys(tag.name for tag in complete_tags(found.found)))
         what = f"{', '.join(tags)} complete, resuming from {tags[0]}" if tags else "no checkpoint is complete"
         _log.warning("run %s was adopted from %s: %s", self.run.folder.name, "; ".join(map(str, adopted)), what)
-
-    def require_claimed(self) -> None:
-        """See RunStorage. Called while ranks are running."""
-        self.host_claim.require_kept()
 
     def make_ready(self, attempt_folder: Path) -> Path:
         """Recover the newest checkpoint, and copy the files that ranks begin from to their nodes."""
@@ -202,7 +191,7 @@ class NodeLocalStorage:
 
     def _take_home(self) -> None:
         relayed(partial(checkpoint_sync.keep_up, self.run), self.progress, "gathering the last checkpoint")
-        self.require_claimed()
+        self.host_claim.require_kept()
         names = [*MONITORED, WITNESS_FOLDER]
         collect(self.run.nodes, self.run.first, self.run.relative_path, names, self.run.folder)
         self.host_claim.release()

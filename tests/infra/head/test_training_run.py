@@ -1,6 +1,7 @@
 """What is required before training starts: disk space, and the lock of the run itself."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -9,11 +10,13 @@ import pytest
 
 from infra.head import training_run
 from infra.head.launch.held_run import hold_run
+from infra.head.storage.staged_bytes import StagedBytes
 from infra.head.training_run import hold_ready_run, require_destination, require_ready
 from t5train.data.vocabulary.tokenizer import expected_vocab_size
-from t5train.errors import SpecError, StorageError, StoreError
+from t5train.errors import RunLocked, SpecError, StorageError, StoreError
 from t5train.files.run_folder import CHECKPOINTS
 from t5train.model.model_shape import count_parameters, resolve
+from t5train.progress import silent
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
 from tests.support.checkpoints import small_tags
@@ -47,6 +50,23 @@ def test_a_run_is_not_trained_while_another_one_is_held(tmp_path: Path) -> None:
     words = rf"{other.run_folder} is locked .* of the run {spec.run_folder}\. Start the run"
     with hold_run(other.run_folder) as held, pytest.raises(SpecError, match=words):
         hold_ready_run(spec, held).__enter__()
+
+
+@pytest.mark.parametrize("place", ["_lease", "claim", "copies"])
+def test_training_ends_when_another_head_takes_over_the_run(tmp_path: Path, place: str) -> None:
+    spec, superseded = _spec(tmp_path), Mock()
+    superseded.require_kept.side_effect = RunLocked("taken over by far")
+
+    def launch(_: object, on_tick: Callable[[], None]) -> None:
+        on_tick()
+        setattr(held, place, superseded)
+        on_tick()
+        pytest.fail("it went on")
+
+    with hold_run(spec.run_folder) as held, patch.object(training_run, "launch", launch):
+        training = training_run._Training(spec, Mock(), held, silent, Mock(), adopt=False, staged=StagedBytes())
+        with pytest.raises(RunLocked, match="taken over by far"):
+            training.to_the_end()
 
 
 def test_a_run_needs_disk_space_for_the_checkpoints_that_it_will_keep_and_does_not_have(tmp_path: Path) -> None:
