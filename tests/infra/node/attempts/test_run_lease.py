@@ -135,6 +135,13 @@ def test_a_stopped_head_loses_the_run_and_gets_an_error_when_it_resumes(
     assert f"was taken over by process {os.getpid()} on" in (tmp_path / "output.txt").read_text()
 
 
+def test_the_holder_record_has_no_field_that_earlier_versions_do_not_know(tmp_path: Path) -> None:
+    with run_lock(tmp_path):
+        record = (tmp_path / "holder.json").read_bytes()
+    names = ["host", "boot_id", "pid", "since", "nonce", "counter", "is_released"]
+    assert (list(json.loads(record)), len(record)) == (names, 1024), "they take any other record for no holder"
+
+
 def test_a_run_whose_holder_record_cannot_be_read_is_not_taken_over(tmp_path: Path) -> None:
     (tmp_path / "holder.json").mkdir()
     with pytest.raises(StorageError, match=r"holder\.json cannot be read .*unknown whether another machine is using"):
