@@ -59,7 +59,8 @@ def result_said(spec: RunSpec) -> str:
     """Return which checkpoint is the result, and what is predicted to choose it."""
     evaluate = spec.evaluate
     how_often = f"every {quantity(spec.storage.validate_every_steps, 'step')}"
-    predicted = f": {quantity(evaluate.best_pairs, 'pair')} are predicted {how_often}" if evaluate.generates else ""
+    pairs = quantity(evaluate.best_pairs, "pair")
+    predicted = f": at most {pairs} are predicted {how_often}" if evaluate.generates else ""
     return f"the checkpoint with the best {evaluate.best_metric}{predicted}"
 
 

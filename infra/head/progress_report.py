@@ -158,9 +158,9 @@ class _Pauses:
         self._warned_of = attempt
         fitting = newest[PREDICTED_PAIRS] * (allowed / (1 - allowed)) / (share / (1 - share))
         _log.warning(
-            "predicting held-out pairs has taken %.0f%% of the time of training, and evaluate.pause_share is %.0f%%. "
-            "This run keeps its %d pairs, which decide what its best checkpoint is: for the next one, set "
-            "evaluate.best_pairs=%d, or a higher storage.validate_every_steps",
+            "predicting held-out pairs has taken %.0f%% of the time of training, more than the %.0f%% of "
+            "evaluate.pause_share. This run keeps its %d pairs, which decide what its best checkpoint is: for the "
+            "next one, set evaluate.best_pairs=%d, or a higher storage.validate_every_steps",
             *(100 * share, 100 * allowed, newest[PREDICTED_PAIRS], max(1, fitting)),
         )
 

@@ -207,9 +207,9 @@ def _without_weights(folder: Path, named: str) -> str:
 
 def _read_json(path: Path, named: str) -> dict[str, Any]:
     try:
+        if not path.is_file():  # a named pipe would be waited for
+            raise InputError(f"{path} is missing, or is not a file. Set {named} to the folder of a complete model")
         found = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist. Set {named} to the folder of a complete model") from None
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"{path} cannot be read ({in_one_line(error)}). If it is damaged, copy it again from where you got it"

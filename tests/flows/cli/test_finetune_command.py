@@ -42,7 +42,7 @@ def test_a_dry_run_says_which_hosts_evaluate_and_what_is_predicted_to_choose_the
     options = ("finetune", "reverse_and_sort", "--dry-run", "--ship-code", *chosen, "--set")
     shown = printed(*options, f"evaluate.hostfile={tmp_path}/hosts")
     assert f"after the export, on 2 hosts of {tmp_path}/hosts" in shown
-    assert "the checkpoint with the best validation_chrf: 100 pairs are predicted every 50 steps" in shown
+    assert "the checkpoint with the best validation_chrf: at most 100 pairs are predicted every 50 steps" in shown
     assert "none: No such file or directory" in refused(2, *options, f"evaluate.hostfile={tmp_path}/none")
 
 

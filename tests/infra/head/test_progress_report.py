@@ -140,8 +140,8 @@ def test_predictions_above_their_share_are_warned_of_once_with_how_many_would_ke
         run_by_chrf.beat("step")
         run_by_chrf.now()
     (found,) = warnings(caplog)
-    assert found.startswith("predicting held-out pairs has taken 50% of the time of training, and evaluate.pause_share")
-    assert "is 20%. This run keeps its 100 pairs" in found
+    assert found.startswith("predicting held-out pairs has taken 50% of the time of training, more than the 20% of ")
+    assert "evaluate.pause_share. This run keeps its 100 pairs" in found
     assert "evaluate.best_pairs=25, or" in found, "25 in the place of 100 take a fifth of the time"
 
 

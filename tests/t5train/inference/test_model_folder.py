@@ -41,7 +41,7 @@ def _of_a_run(folder: Path) -> None:
     ("damage", "message"),
     [
         (shutil.rmtree, r"^PATH is .*, which is not a folder on this machine. Correct the path"),
-        (_without("config.json"), r"does not exist. Set PATH to the folder of a complete"),
+        (_without("config.json"), r"is missing, or is not a file. Set PATH to the folder of a complete"),
         (lambda folder: _change_config(folder, model_type="bart"), "PATH: model_type is 'bart' in .*Choose a model of"),
         (
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),

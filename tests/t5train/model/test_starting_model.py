@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -203,10 +204,10 @@ def _with_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> C
     return lambda folder: _rewrite(folder, lambda tensors: tensors.update({name: change(tensors[SHARED])}))
 
 
-def _folder_instead(name: str) -> Callable[[Path], object]:
+def _instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
     def change(folder: Path) -> None:
         (folder / name).unlink()
-        (folder / name).mkdir()
+        make(folder / name)
 
     return change
 
@@ -226,13 +227,14 @@ def _with_config(**values: Any) -> Callable[[Path], object]:
             shutil.rmtree,
             "is not a folder on this machine. Correct the path, or write hf://OWNER/NAME for a model on the Hub",
         ),
-        (lambda folder: (folder / "config.json").unlink(), r"config\.json does not exist"),
+        (lambda folder: (folder / "config.json").unlink(), r"config\.json is missing, or is not a file"),
+        (_instead("config.json", os.mkfifo), r"config\.json is missing, or is not a file"),
         (
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
             r"pytorch_model\.bin, which can run code .* save_pretrained",
         ),
         (_truncated, "cannot be read as safetensors"),
-        (_folder_instead("config.json"), r"config\.json cannot be read \(.*Is a directory; a file is expected there"),
+        (_instead("config.json", Path.mkdir), r"config\.json is missing, or is not a file"),
         (_with_index("../other.safetensors"), "names '../other.safetensors', which is not the plain name"),
         (_with_index("manifest.json"), "names the weight file 'manifest.json', but only safetensors are read"),
         (
