@@ -1,4 +1,4 @@
-"""Watches an attempt over hosts until all its ranks have ended: decides when to end it and which error to raise."""
+"""Watches an attempt over hosts until all its ranks have ended, and decides when to end it."""
 
 import logging
 import time
@@ -8,12 +8,13 @@ from contextlib import suppress
 from infra.head.hosts.ssh import Transport
 from infra.head.launch import earlier_attempts
 from infra.head.launch.deepspeed_launcher import ClusterLauncher
-from infra.head.launch.failures import find_failure
+from infra.head.launch.rank_evidence import evidence_of
 from infra.head.launch.supervision import Supervision
+from infra.head.launch.verdict import Evidence, Hops, verdict
 from infra.head.stop_signal import stopping_line, undisturbed
 from infra.node.attempts import attempt
 from infra.node.attempts.session_messages import Order
-from t5train.errors import HostLost, LaunchError, T5TrainError
+from t5train.errors import HostLost, T5TrainError
 
 _LOOK_SECONDS = 0.5
 _SETTLE_SECONDS = 2.0
@@ -33,8 +34,9 @@ class ClusterWatch:
     ) -> None:
         self.this = supervision.this
         self._supervision, self._launcher, self._transport, self._on_tick = supervision, launcher, transport, on_tick
-        self._unreachable: dict[str, str] = {}
-        """Hosts on which the attempt could not be ended, and why."""
+        self._silent: dict[str, str] = {}
+        """Hosts that did not answer when the attempt was to be ended there, though their leases have not expired; and
+        why."""
 
     def until_decided(self) -> None:
         """Wait until every rank has ended, one has failed, a host is lost, or the launcher is gone."""
@@ -74,7 +76,7 @@ class ClusterWatch:
         """End the attempt on every host that can be reached, and collect what its ranks have written."""
         with undisturbed("ending the ranks on all hosts, which takes a minute at most"):
             self._end_on_hosts()
-        earlier_attempts.settle(self.this, self._transport, list(self._unreachable))
+        earlier_attempts.settle(self.this, self._transport, [*self._supervision.lost, *self._silent])
 
     def _end_on_hosts(self) -> None:
         self._launcher.end()
@@ -92,35 +94,20 @@ class ClusterWatch:
             )
         # Others may answer although their sessions are broken or slow.
         asked = [host for host in missing if host not in lost]
-        self._unreachable = {host: self._supervision.broken(host) for host in lost}
-        self._unreachable |= earlier_attempts.end_on_hosts(self.this, self._transport, asked)
+        self._silent = earlier_attempts.end_on_hosts(self.this, self._transport, asked)
 
     def failure(self) -> T5TrainError | None:
         """Return the error to raise after everything has ended; None if all ranks succeeded."""
         if self._supervision.succeeded:
             return None
-        failure = self._supervision.failure
-        lost_hosts = failure.hosts if isinstance(failure, HostLost) else ()
-        found = find_failure(self.this, len(self._supervision.ranks), lost_hosts)
-        # An exit that nothing explains may be how a rank noticed that another host was lost.
-        is_explained = type(found.error) is not LaunchError or not isinstance(failure, HostLost)
-        if found.is_of_a_rank and is_explained:  # hosts that do not answer are not its cause, and were logged
-            return found.error
-        if failure is not None:
-            # That each host failed is less likely than that the head's network did, so none is blamed.
-            if isinstance(failure, HostLost) and self._supervision.lost_all:
-                return HostLost(f"{failure}. All hosts were lost at once, so check this machine and its network first")
-            return self._with_others_lost(failure)
-        if self._unreachable:
-            lost = "; ".join(f"{host} was lost: {why}" for host, why in self._unreachable.items())
-            return HostLost(f"{lost}. The other hosts reported: {found.error}", self._unreachable)
-        return found.error
-
-    def _with_others_lost(self, failure: LaunchError) -> LaunchError:
-        """Add the hosts that were lost to the failure, except those that it already names."""
-        others = {host: why for host, why in self._unreachable.items() if host not in failure.hosts}
-        lost = "".join(f"; {host} was also lost: {why}" for host, why in others.items())
-        return type(failure)(f"{failure}{lost}", [*failure.hosts, *others]) if others else failure
+        silent = [
+            Evidence(
+                HostLost(f"{host} did not answer when its ranks were to be ended: {why}"), Hops.SILENT, hosts=(host,)
+            )
+            for host, why in self._silent.items()
+        ]
+        of_ranks = evidence_of(self.this, len(self._supervision.ranks))
+        return verdict([*self._supervision.evidence, *silent, *of_ranks], self.this.hosts or {})
 
     def _look(self) -> None:
         self._supervision.look(_LOOK_SECONDS)

@@ -25,7 +25,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from infra.head.launch.failures import failure_of
+from infra.head.launch.rank_evidence import evidence_of
+from infra.head.launch.verdict import verdict
 from infra.head.stop_signal import is_stop, stoppable, stopping_line, undisturbed
 from infra.node import ports, processes
 from infra.node.attempts import attempt, shared_memory
@@ -98,7 +99,7 @@ def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Atte
         launcher = _start(this, command(spec, this.folder), environment)
         succeeded = _supervise(this, spec, launcher, on_tick)
     if not succeeded:
-        raise failure_of(this, spec.num_ranks)
+        raise verdict(evidence_of(this, spec.num_ranks))
     return this
 
 
@@ -147,7 +148,7 @@ def _supervise(this: Attempt, spec: LaunchSpec, launcher: subprocess.Popen[bytes
     except BaseException as error:
         if is_stop(error) and not _stop(this, spec.num_ranks, launcher):
             _end(this, launcher, spec.master_port)
-            _log.warning("%s", failure_of(this, spec.num_ranks))
+            _log.warning("%s", verdict(evidence_of(this, spec.num_ranks)))
         raise
     finally:
         _end(this, launcher, spec.master_port)

@@ -16,8 +16,9 @@ from infra.head.hosts.hostfile import Hosts
 from infra.head.hosts.ssh import Transport
 from infra.head.launch.host_session import RENEW_SECONDS, HostSession, News, SessionBroken
 from infra.head.launch.log_collection import RankLines
+from infra.head.launch.verdict import Evidence, Hops
 from infra.node.attempts import head_lease
-from infra.node.attempts.attempt import HEAD, Attempt, rank_name
+from infra.node.attempts.attempt import HEAD, Attempt, now, rank_name
 from infra.node.attempts.exit_record import ExitRecord
 from infra.node.attempts.rank_environment import redact
 from infra.node.attempts.session_messages import (
@@ -54,8 +55,6 @@ class _Host:
     is_silent: bool = False
     is_lost: bool = False
     """Whether it has been silent for so long that its lease has expired."""
-    was_lost: bool = False
-    """Whether that was ever so: it may respond again while the attempt ends."""
     ended: bool = False
 
 
@@ -66,8 +65,8 @@ class Supervision:
         """Open the sessions. ``boot_ids`` are those of the hosts at the start, or None if ranks are already running."""
         self.this, self.head_folder = this, head_folder
         self.records: dict[str, ExitRecord] = {}
-        self.failure: LaunchError | None = None
-        """A failure that the exit records do not show, such as a lost host."""
+        self.evidence = list[Evidence]()
+        """Of failures that the exit records do not show, such as a lost host."""
         self.num_saved = 0
         """How many sidecars hosts have reported that their ranks wrote to the hosts' own disks."""
         self._may_end = False
@@ -99,7 +98,7 @@ class Supervision:
     def failed(self) -> bool:
         """Whether a rank has failed or ended without a record, or a host was lost."""
         bad = self._gone or any(record.is_failure for record in self.records.values())
-        return self.failure is not None or bool(bad)
+        return bool(self.evidence or bad)
 
     @property
     def all_ended(self) -> bool:
@@ -115,15 +114,6 @@ class Supervision:
     def lost(self) -> list[str]:
         """Hosts that have sent nothing for longer than the lease, so that ranks there have ended by themselves."""
         return [name for name, host in self._hosts.items() if host.is_lost]
-
-    @property
-    def lost_all(self) -> bool:
-        """Whether all hosts, and not just one, counted as lost because nothing arrived from them."""
-        return len(self._hosts) > 1 and all(host.was_lost for host in self._hosts.values())
-
-    def broken(self, name: str) -> str:
-        """Why the last session with a host broke."""
-        return self._hosts[name].broken or "nothing arrives from it"
 
     @property
     def not_ended(self) -> list[str]:
@@ -171,9 +161,7 @@ class Supervision:
             case Hello(boot_id=boot_id):
                 self._greet(name, host, boot_id)
             case LeaseNotRenewed(reason):
-                self._fail(
-                    DiskFailed(f"{name}: {redact(reason)}. To train without {name}, use --exclude {name}", [name])
-                )
+                self._fail(DiskFailed(f"{name}: {redact(reason)}. To train without {name}, use --exclude {name}"), name)
             case RankError() | RankEnded():
                 self._keep(report)
             case RankPhase():
@@ -189,7 +177,7 @@ class Supervision:
 
     def _greet(self, name: str, host: _Host, boot_id: str) -> None:
         if host.boot_id not in (None, boot_id):
-            self._fail(HostLost(f"{name} was restarted while its ranks were running", [name]))
+            self._fail(HostLost(f"{name} was restarted while its ranks were running"), name)
         host.boot_id, host.broken = boot_id, ""
 
     def _keep(self, report: RankError | RankEnded) -> None:
@@ -221,9 +209,9 @@ class Supervision:
             self._fail(
                 HostLost(
                     f"{name} reports that the attempt has ended, but the head did not end it. Check whether the host "
-                    "was restarted, got a new disk, or is used by another head",
-                    [name],
-                )
+                    "was restarted, got a new disk, or is used by another head"
+                ),
+                name,
             )
         if left:
             _log.error(
@@ -244,20 +232,13 @@ class Supervision:
                 host.broken or "nothing arrives from it",
             )
         host.is_silent = seconds > _SILENT_SECONDS and not host.ended
-        host.is_lost = host.is_silent and seconds > (self.this.lease_seconds or 0)
-        if host.is_lost:
-            host.was_lost = True
-            self._fail(
-                HostLost(
-                    f"{name} has not responded for {seconds:.0f} s, so it counts as lost. The last error: "
-                    f"{host.broken or 'nothing arrives from it'}",
-                    [name],
-                )
+        was_lost, host.is_lost = host.is_lost, host.is_silent and seconds > (self.this.lease_seconds or 0)
+        if host.is_lost and not was_lost:
+            error = HostLost(
+                f"{name} has not responded for {seconds:.0f} s, so it counts as lost. The last error: "
+                f"{host.broken or 'nothing arrives from it'}"
             )
+            self.evidence.append(Evidence(error, Hops.LOST, hosts=(name,)))
 
-    def _fail(self, failure: LaunchError) -> None:
-        """Keep the first failure; if several hosts were lost together, keep all of them."""
-        if self.failure is None:
-            self.failure = failure
-        elif isinstance(self.failure, HostLost) and not {*failure.hosts} <= {*self.failure.hosts}:
-            self.failure = HostLost(f"{self.failure}; {failure}", [*self.failure.hosts, *failure.hosts])
+    def _fail(self, failure: LaunchError, *hosts: str) -> None:
+        self.evidence.append(Evidence(failure, Hops.OWN, now(), hosts))

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.head.launch.failures import failure_of
+from infra.head.launch.rank_evidence import evidence_of
+from infra.head.launch.verdict import verdict
 from infra.node.attempts import attempt, guard_failure
 from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.exit_record import Cause, ExitRecord
 from t5train.errors import DiskFailed, DiskFull, StorageError, T5TrainError
 from t5train.files import error_report
 from t5train.files.run_folder import ATTEMPT_SPEC
@@ -21,7 +23,8 @@ GUARD = """
 import os, subprocess, sys
 from pathlib import Path
 from infra.node.attempts import attempt
-from infra.head.launch.failures import failure_of
+from infra.head.launch.rank_evidence import evidence_of
+from infra.head.launch.verdict import verdict
 from infra.node.processes import ProcessIdentity
 
 folder, log = Path(sys.argv[1]), Path(sys.argv[2])
@@ -31,7 +34,8 @@ subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
 argv = [sys.executable, "-m", "infra.node.attempts.process_guard", str(this.folder), "true"]
 with open(log, "wb") as output:
     ended = subprocess.run(argv, env=os.environ | {"RANK": "0", "T5_RUN_ID": this.run_id}, stderr=output)
-print(ended.returncode, type(failure_of(this, 1)).__name__, failure_of(this, 1))
+error = verdict(evidence_of(this, 1))
+print(ended.returncode, type(error).__name__, error)
 """
 
 
@@ -50,7 +54,7 @@ def test_an_error_of_a_ranks_disk_names_rank_host_path_and_remedy(
     with pytest.raises(OSError, match="Errno") as raised:
         act()
     error_report.report(over_hosts.rank_files("rank-00001"), raised.value)
-    error = failure_of(over_hosts, 2)
+    error = verdict(evidence_of(over_hosts, 2))
     assert type(error) is kind
     assert error.retryable == (kind is DiskFailed)
     assert str(error).startswith(f"rank 1 of 2 on node2: {start}")
@@ -58,16 +62,23 @@ def test_an_error_of_a_ranks_disk_names_rank_host_path_and_remedy(
     assert error.hosts == ("node2",)
 
 
+@pytest.mark.parametrize("is_reported", [True, False])
 @pytest.mark.parametrize(("node_local", "hosts"), [(False, ()), (True, ("node2",))])
-def test_no_host_is_blamed_for_a_full_shared_disk(tmp_path: Path, node_local: bool, hosts: tuple[str, ...]) -> None:
+def test_no_host_is_blamed_for_a_full_shared_disk(
+    tmp_path: Path, node_local: bool, hosts: tuple[str, ...], is_reported: bool
+) -> None:
     this = attempt.begin(tmp_path / "runs" / "r", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
     (this.folder / ATTEMPT_SPEC).write_text(json.dumps({"node_local": node_local}))
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "runs" / "r" / "checkpoints" / "x"))
-    error_report.report(this.rank_files(attempt.rank_name(1)), full)
-    error = failure_of(this, 2)
+    if is_reported:
+        error_report.report(this.rank_files("rank-00001"), full)
+    else:  # as with an error in a library's thread
+        this.log("rank-00001").write_text(f"OSError: {full}\n")
+        this.write_exit(ExitRecord("rank-00001", 1, Cause.EXITED, "exited", "then", "then", "node2"))
+    error = verdict(evidence_of(this, 2))
     assert type(error) is DiskFull
-    assert str(error).startswith("rank 1 of 2 on node2: ")
-    assert ("--exclude" in str(error)) == node_local
+    assert str(error).startswith("rank 1 of 2 on node2")
+    assert ("--exclude" in str(error)) == (node_local and is_reported)
     assert error.hosts == hosts
 
 

@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from infra.head.launch.failures import failure_of, tail
+from infra.head.launch.rank_evidence import evidence_of, tail
+from infra.head.launch.verdict import Hops, verdict
 from infra.node.attempts import attempt
 from infra.node.attempts.attempt import Attempt, now, rank_name
 from infra.node.attempts.exit_record import Cause, ExitRecord
@@ -20,6 +21,7 @@ from t5train.errors import (
     RankKilled,
     RankStopped,
     StorageError,
+    T5TrainError,
 )
 from t5train.files import error_report
 
@@ -27,6 +29,10 @@ from t5train.files import error_report
 def ended(this: Attempt, rank: int, returncode: int, cause: Cause = Cause.EXITED, host: str = "") -> None:
     this.write_exit(ExitRecord(rank_name(rank), returncode, cause, str(cause), now(), now(), host))
     this.log(rank_name(rank)).write_text(f"last words of {rank}\n")
+
+
+def failure_of(this: Attempt, num_ranks: int) -> T5TrainError:
+    return verdict(evidence_of(this, num_ranks))
 
 
 def started(this: Attempt, rank: int) -> None:
@@ -89,11 +95,32 @@ def test_the_error_class_reflects_what_happened_to_the_rank(
     assert words in str(error)
 
 
-def test_a_rank_that_lost_or_waited_for_a_peer_is_not_the_cause(this: Attempt) -> None:
-    for rank, output in enumerate(("Connection closed by peer [10.0.0.2]", "collective operation timeout", "oops")):
-        ended(this, rank, 1)
-        this.log(rank_name(rank)).write_text(output)
-    assert "rank 2 of 3" in str(failure_of(this, 3))
+@pytest.mark.parametrize(
+    ("record", "output", "hops"),
+    [
+        ({"returncode": -9}, "", Hops.OWN),
+        ({"returncode": -6}, ABORTED, Hops.UNEXPLAINED),
+        ({}, "ValueError: something else", Hops.UNEXPLAINED),
+        ({}, "Connection closed by peer [10.0.0.2]", Hops.LOST_PEER),
+        ({}, NCCL, Hops.WAITED),
+        (LATE, RECEIVING, Hops.WAITED),
+        (LATE, "", Hops.DEADLINE),
+        ({**LATE, "cause": Cause.SAVE}, "", Hops.DEADLINE),
+        (SILENT, "", Hops.OWN),
+        ({"cause": Cause.PARENT}, "", Hops.PARENT),
+        (WITHOUT_HEAD, "", Hops.LOST),
+        (STOPPED, "", Hops.PREEMPTED),
+    ],
+)
+def test_a_hosts_rank_is_evidence_against_the_host_unless_it_may_have_waited_lost_another_or_been_ended(
+    over_hosts: Attempt, record: dict[str, Any], output: str, hops: Hops
+) -> None:
+    facts = {"returncode": 1, "cause": Cause.EXITED, "reason": "exited", **record}
+    over_hosts.write_exit(ExitRecord("rank-00001", started_at=now(), ended_at="then", host="node2", **facts))
+    over_hosts.log("rank-00001").write_text(output)
+    found, launcher = evidence_of(over_hosts, 2)
+    assert (found.hops, found.at, launcher.hops) == (hops, "then", Hops.LAUNCHER)
+    assert found.hosts == (("node2",) if hops in (Hops.OWN, Hops.UNEXPLAINED, Hops.DEADLINE) else ())
 
 
 def test_of_two_ranks_that_reported_an_error_the_first_one_is_the_cause(over_hosts: Attempt) -> None:
@@ -112,24 +139,6 @@ def test_preempted_ranks_are_the_cause_only_if_no_other_rank_failed(this: Attemp
     assert type(failure_of(this, 2)) is Preempted
     ended(this, 2, -9)
     assert type(failure_of(this, 3)) is RankKilled
-
-
-# A head that was suspended, for example with its virtual machine, finds ranks that lost it when it continues.
-@pytest.mark.parametrize(("record", "kind"), [(STOPPED, Preempted), (WITHOUT_HEAD, HostLost)])
-def test_no_host_is_blamed_for_a_rank_that_was_stopped_or_lost_its_head(
-    over_hosts: Attempt, record: dict[str, Any], kind: type[LaunchError]
-) -> None:
-    over_hosts.write_exit(ExitRecord("rank-00001", -9, started_at=now(), ended_at=now(), host="node2", **record))
-    error = failure_of(over_hosts, 2)
-    assert type(error) is kind
-    assert error.hosts == ()
-
-
-def test_no_host_is_blamed_if_ranks_of_several_hosts_exceeded_a_deadline(over_hosts: Attempt) -> None:
-    ended(over_hosts, 1, -9, Cause.PHASE, host="node2")
-    assert failure_of(over_hosts, 2).hosts == ("node2",)
-    ended(over_hosts, 0, -9, Cause.PHASE, host="node1")
-    assert failure_of(over_hosts, 2).hosts == ()
 
 
 def test_the_error_of_a_run_over_hosts_names_the_host(tmp_path: Path) -> None:

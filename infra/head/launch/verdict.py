@@ -1,0 +1,82 @@
+"""Chooses, from all evidence of a failed attempt, the one error to raise and the hosts to blame.
+
+Ranks and the launcher leave evidence in their files (infra.head.launch.rank_evidence); a host gives it by what it
+reports (infra.head.launch.supervision), or by its silence.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from t5train.errors import HostLost, T5TrainError
+
+
+class Hops(IntEnum):
+    """How far from the cause of a failure such evidence is."""
+
+    OWN = 0
+    """A rank, a host or this machine failed by itself."""
+    LOST = 1
+    """A host and the head had no contact for longer than the lease."""
+    UNEXPLAINED = 2
+    """A rank exited, and nothing says why. It may have lost a host that has been silent for all of the lease."""
+    SILENT = 3
+    """A host did not answer when the attempt was to be ended there, which may have begun only then."""
+    DEADLINE = 4
+    """A rank took too long. On a GPU, so does one that waits for another rank."""
+    WAITED = 5
+    """A rank timed out in a collective."""
+    PARENT = 6
+    """The launcher on a rank's host was gone, as it also is once another of its ranks has failed."""
+    LOST_PEER = 7
+    """A rank lost its connection to another one."""
+    PREEMPTED = 8
+    """A rank was asked to end, as also DeepSpeed's launcher asks it once another has failed."""
+    LAUNCHER = 9
+    """The launcher on the head ended: the head ends it in any case."""
+
+
+_ABSENT = (Hops.LOST, Hops.SILENT)
+_AMBIGUOUS = (Hops.UNEXPLAINED, Hops.DEADLINE)
+"""If several hosts have such evidence, what they share may be at fault, such as the code or the network."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Something observed of a failed attempt, and the error to raise if it is the cause."""
+
+    error: T5TrainError
+    hops: Hops
+    at: str = ""
+    """When it happened, in the format of infra.node.attempts.attempt.now; empty, which is first, if it does not matter
+    because ``hops`` decides."""
+    hosts: tuple[str, ...] = ()
+    """The hosts to blame if it is the cause."""
+
+
+def verdict(evidence: Iterable[Evidence], hosts: Collection[str] = ()) -> T5TrainError:
+    """Return the error of the evidence with the fewest hops, of several the earliest, with the hosts to blame.
+
+    ``evidence`` includes that of the launcher; ``hosts`` are all hosts of the attempt. Absent hosts are always named,
+    but blamed only if a host was lost and nothing nearer explains the failure. If all are absent, none is blamed: most
+    likely, this machine's network failed.
+    """
+    cause, *others = sorted(evidence, key=lambda each: (each.hops, each.at))
+    absent = {host: each for each in others if each.hops in _ABSENT for host in each.hosts if host not in cause.hosts}
+    named = "; ".join(str(each.error) for each in absent.values())
+    if not isinstance(cause.error, HostLost):
+        text = f"{cause.error}\nAlso seen, but not the cause: {named}" if absent else str(cause.error)
+        return type(cause.error)(text, () if _is_ambiguous(cause, others) else cause.hosts)
+    text = f"{cause.error}; {named}" if absent else str(cause.error)
+    blamed = (*cause.hosts, *absent)
+    if len(hosts) > 1 and cause.hops in _ABSENT and set(blamed) >= set(hosts):
+        return HostLost(f"{text}. All hosts were lost at once, so check this machine and its network first")
+    if cause.hops == Hops.SILENT:
+        reported = next(str(each.error) for each in others if each.hops not in _ABSENT)
+        text = f"{text}. The other hosts reported: {reported}"
+    return HostLost(text, blamed)
+
+
+def _is_ambiguous(cause: Evidence, others: Iterable[Evidence]) -> bool:
+    alike = {each.hosts for each in others if each.hops == cause.hops}
+    return cause.hops in _AMBIGUOUS and bool(alike - {cause.hosts})
