@@ -4,6 +4,7 @@ A fault has one or both of two parts: `wrong`, a context manager that breaks som
 it after the run has ended; and `strike`, which breaks something once the run is training.
 """
 
+import json
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from infra.node import node_folders
 from infra.testcluster import Cluster, host_files
 from infra.testcluster.host_files import HOME, HOSTFILE
 from t5train.errors import DiskFull, LaunchError, PreflightError, SpecError
+from t5train.files.run_folder import FAILURES
 from tests.support.cluster_runs import ClusterRunner, Started
 
 LEASE_SECONDS = 10
@@ -30,7 +32,7 @@ SECRET = "s3cr3t-f0r-n0b0dy"  # noqa: S105 - a made-up secret
 QUOTED = """it's "quoted" $(touch executed) `touch executed`; touch executed #"""
 RANK, LAUNCHER, PDSH, HEAD = "t5train.train", "deepspeed.launcher.runner", "pdsh", "t5-pretrain"
 SESSION = "infra.node"
-_SILENT_SECONDS, _FROZEN_SECONDS = 6, 20
+_SILENT_SECONDS, _FROZEN_SECONDS, _SOON_SECONDS = 6, 20, 1
 UNSHARED = "unshared"
 _SCRATCH = str(node_folders.node_path() / "scratch")
 _INODES = 2000
@@ -108,6 +110,23 @@ def silent_and_killed(runner: ClusterRunner, started: Started) -> None:
     subprocess.Popen(["sh", "-c", f"sleep {_FROZEN_SECONDS}; kill -CONT {' '.join(sessions)}"])
     time.sleep(_SILENT_SECONDS)
     signalled("node1", RANK, signal.SIGKILL)(runner, started)
+
+
+def killed_one_after_the_other(runner: ClusterRunner, started: Started) -> None:
+    """Kill the second node's rank, and soon the first node's, which is stopped, so that it does not end before."""
+    signalled("node0", RANK, signal.SIGSTOP)(runner, started)
+    signalled("node1", RANK, signal.SIGKILL)(runner, started)
+    time.sleep(_SOON_SECONDS)
+    signalled("node0", RANK, signal.SIGKILL)(runner, started)
+
+
+@contextmanager
+def only_node1_blamed(runner: ClusterRunner) -> Iterator[None]:
+    """Assert afterwards that the last failure that was recorded counts against the second node, and no other."""
+    yield
+    records = runner.root.glob(f"runs/*/{FAILURES}")
+    last = max(records, key=lambda path: path.stat().st_mtime).read_text("utf-8").splitlines()[-1]
+    assert json.loads(last)["hosts"] == ["node1"], last
 
 
 def inodes_used_up(runner: ClusterRunner, _: Started) -> None:
@@ -237,7 +256,11 @@ FAULTS = [
     Fault("a rank is stopped", "rank 1.*node1.*no sign of life", signalled("node1", RANK, signal.SIGSTOP), in_ci=True),
     Fault(
         "a host is silent while another host's rank fails", "rank 1.*node1.*killed", silent_and_killed,
-        settings=("cluster.lease_seconds=30",),
+        only_node1_blamed, settings=("cluster.lease_seconds=30",),
+    ),
+    Fault(
+        "a rank is killed, and another host's a second later", "rank 1.*node1.*killed", killed_one_after_the_other,
+        only_node1_blamed,
     ),
     Fault("DeepSpeed's launcher is killed", "launcher", signalled("head", LAUNCHER, signal.SIGKILL)),
     Fault("pdsh is killed", "launcher", signalled("head", PDSH, signal.SIGKILL), in_ci=True),
