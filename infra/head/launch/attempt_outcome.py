@@ -35,8 +35,7 @@ class ClusterWatch:
         self.this = supervision.this
         self._supervision, self._launcher, self._transport, self._on_tick = supervision, launcher, transport, on_tick
         self._silent: dict[str, str] = {}
-        """Hosts that did not answer when the attempt was to be ended there, though their leases have not expired; and
-        why."""
+        """Why hosts, whose leases have not expired, did not answer when the attempt was to be ended there."""
 
     def until_decided(self) -> None:
         """Wait until every rank has ended, one has failed, a host is lost, or the launcher is gone."""
@@ -106,7 +105,7 @@ class ClusterWatch:
             )
             for host, why in self._silent.items()
         ]
-        of_ranks = evidence_of(self.this, len(self._supervision.ranks))
+        of_ranks = evidence_of(self.this, len(self._supervision.ranks), self._supervision.gone)
         return verdict([*self._supervision.evidence, *silent, *of_ranks], self.this.hosts or {})
 
     def _look(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -202,15 +203,17 @@ _SOMETIME = "~"
 """Sorts after all times."""
 
 
-def evidence_of(this: Attempt, num_ranks: int) -> list[Evidence]:
+def evidence_of(this: Attempt, num_ranks: int, gone: Collection[str] = ()) -> list[Evidence]:
     """Return the evidence of the launcher, which is always there, and of each rank that failed.
 
-    Call this after all processes of the attempt have ended and the files of its ranks are in its folder.
+    Ranks on hosts without an exit record failed if they are among the ``gone``: guards of others may have been ended
+    before they could write it. Call this after all processes of the attempt have ended and the files of its ranks are
+    in its folder.
     """
     ranks = [_Rank(this, rank, num_ranks) for rank in range(num_ranks)]
     # What guards could not write to a file is in the launcher's log.
     of_guards = guard_failure.read(this.log(LAUNCHER))
-    found = [rank.evidence(of_guards.get(rank.name)) for rank in ranks]
+    found = [rank.evidence(of_guards.get(rank.name), rank.name in gone) for rank in ranks]
     return [*filter(None, found), Evidence(_launcher_failure(this, ranks), Hops.LAUNCHER)]
 
 
@@ -225,13 +228,13 @@ class _Rank:
         """Its host; empty for an attempt on this machine alone."""
         self.who = " on ".join((f"rank {rank} of {num_ranks}", *self.hosts))
 
-    def evidence(self, error_of_guard: T5TrainError | None) -> Evidence | None:
+    def evidence(self, error_of_guard: T5TrainError | None, is_gone: bool) -> Evidence | None:
         """The error that the guard or the rank reported, or else what the exit record and the output show, if any."""
         error = error_of_guard or error_report.read(self._this.rank_files(self.name))
         if error is not None:
             return self._reported(error)
         if self.record is None:
-            return self._without_record() if self.has_started else None
+            return self._without_record() if is_gone or (self.has_started and not self.hosts) else None
         return self._diagnosed(self.record) if self._has_failed(self.record) else None
 
     @property
@@ -300,11 +303,10 @@ class _Rank:
 def _launcher_failure(this: Attempt, ranks: list[_Rank]) -> LaunchError:
     record = this.exit_record(LAUNCHER)
     how = "was killed together with its guard, which watches it," if record is None else str(record)
-    which = ""
-    if (absent := next((rank for rank in ranks if not rank.has_started), None)) is not None:
-        is_unknown = absent.hosts and absent.record is None
-        maybe = ", or its files could not be collected from that host" if is_unknown else ""
-        which = f"; {absent.who} never started{maybe}"
+    absent = [rank for rank in ranks if not rank.has_started]
+    which = f"; {absent[0].who} never started" if absent else ""
+    if absent and absent[0].hosts and absent[0].record is None:
+        which += ", or its files could not be collected from that host"
     log = this.log(LAUNCHER)
     remedy = remedy_of_launcher(tail(log, _LINES_READ))
     return LaunchError(

@@ -70,7 +70,8 @@ class Supervision:
         self.num_saved = 0
         """How many sidecars hosts have reported that their ranks wrote to the hosts' own disks."""
         self._may_end = False
-        self._gone = set[str]()
+        self.gone = set[str]()
+        """Ranks that ended with their guards, without a record, before the head ended the attempt."""
         self._news, self._lines = News(), RankLines()
         self._hosts = {
             host: _Host(
@@ -97,7 +98,7 @@ class Supervision:
     @property
     def failed(self) -> bool:
         """Whether a rank has failed or ended without a record, or a host was lost."""
-        bad = self._gone or any(record.is_failure for record in self.records.values())
+        bad = self.gone or any(record.is_failure for record in self.records.values())
         return bool(self.evidence or bad)
 
     @property
@@ -171,7 +172,7 @@ class Supervision:
             case NewLines():
                 self._lines.report(name, report.lines, report.left_out)
             case Alive(gone):
-                self._gone |= set(gone)
+                self.gone |= set() if self._may_end else set(gone)
             case Ended(left):
                 self._part(name, host, left)
 

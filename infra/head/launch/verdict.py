@@ -48,8 +48,7 @@ class Evidence:
     error: T5TrainError
     hops: Hops
     at: str = ""
-    """When it happened, in the format of infra.node.attempts.attempt.now; empty, which is first, if it does not matter
-    because ``hops`` decides."""
+    """When it happened, as ``attempt.now`` returns it; empty, which sorts first, if only hops matter."""
     hosts: tuple[str, ...] = ()
     """The hosts to blame if it is the cause."""
 
@@ -66,7 +65,8 @@ def verdict(evidence: Iterable[Evidence], hosts: Collection[str] = ()) -> T5Trai
     named = "; ".join(str(each.error) for each in absent.values())
     if not isinstance(cause.error, HostLost):
         text = f"{cause.error}\nAlso seen, but not the cause: {named}" if absent else str(cause.error)
-        return type(cause.error)(text, () if _is_ambiguous(cause, others) else cause.hosts)
+        alike = {each.hosts for each in others if each.hops == cause.hops} - {cause.hosts}
+        return type(cause.error)(text, () if alike and cause.hops in _AMBIGUOUS else cause.hosts)
     text = f"{cause.error}; {named}" if absent else str(cause.error)
     blamed = (*cause.hosts, *absent)
     if len(hosts) > 1 and cause.hops in _ABSENT and set(blamed) >= set(hosts):
@@ -75,8 +75,3 @@ def verdict(evidence: Iterable[Evidence], hosts: Collection[str] = ()) -> T5Trai
         reported = next(str(each.error) for each in others if each.hops not in _ABSENT)
         text = f"{text}. The other hosts reported: {reported}"
     return HostLost(text, blamed)
-
-
-def _is_ambiguous(cause: Evidence, others: Iterable[Evidence]) -> bool:
-    alike = {each.hosts for each in others if each.hops == cause.hops}
-    return cause.hops in _AMBIGUOUS and bool(alike - {cause.hosts})
