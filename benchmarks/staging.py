@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.measured_result import add_into, measured_here, spread
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.hosts.ssh import Ssh
 from infra.head.storage.provisioning import stage_folder
 from infra.node.storage.pull import listed

@@ -56,6 +56,10 @@ class Channel:
             self._writer.write(content)
             self._writer.flush()
 
+    def end_sending(self) -> None:
+        """Tell the peer that no more will be sent."""
+        self._writer.close()
+
     def receive(self, kind: type[T], most_bytes: int = _MOST_LINE_BYTES) -> T | None:
         """Return the next message. Raises WrongMessage if it is not of the class ``kind`` or a direct subclass.
 

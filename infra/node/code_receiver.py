@@ -1,8 +1,7 @@
 """Receives the head's code on a host. The host may have none of it, so this file is run there with ``python -c``.
 
-The first line of stdin is a ``Delivery``, encoded as in infra.node.messages. The bundle follows
-(infra.node.code_bundle), or nothing, if the head only asks whether the host already has it. The answer, ``Held``, says
-whether ``{place}/code/{digest}`` now contains the whole bundle. If the code there was changed, the bundle replaces it.
+The request is a ``Delivery``, encoded as in infra.node.messages. The answer, ``Held``, says whether
+``{place}/code/{digest}`` now contains the whole bundle. If the code there was changed, the bundle replaces it.
 Standard library only, and no imports from this project.
 """
 
@@ -15,17 +14,22 @@ import re
 import shutil
 import stat
 import sys
+from base64 import b64decode
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """Announces code: the head's user id, the node folder to store it in (infra.node.node_folders), and its digest."""
+    """The head's user id, the node folder for the code (infra.node.node_folders), and the code's digest.
+
+    ``content`` is the bundle (infra.node.code_bundle), or empty if the head only asks whether the host has it.
+    """
 
     user: int
     place: str
     digest: str
+    content: bytes
 
 
 @dataclass(frozen=True)
@@ -148,9 +152,8 @@ def main() -> None:
     """Answer the head's request."""
     os.umask(0o077)
     delivery = Delivery(**json.loads(sys.stdin.buffer.readline())[Delivery.__name__])
-    content = sys.stdin.buffer.read()
     try:
-        held = Held(hold(delivery.user, Path(delivery.place), delivery.digest, content))
+        held = Held(hold(delivery.user, Path(delivery.place), delivery.digest, b64decode(delivery.content)))
     except OSError as error:
         is_full = error.errno in {errno.ENOSPC, errno.EDQUOT}
         remedy = "Free space or inodes there" if is_full else "Check its permissions, and `dmesg` for a disk error"

@@ -24,7 +24,7 @@ ON_HEAD = """
 import sys
 from pathlib import Path
 from infra.head.storage.gather import gather
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.node.node_folders import tag_path
 from infra.node.storage.pull import listed
 from infra.head.storage.provisioning import part; from infra.head.storage.provisioning import restore

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from infra.head.hosts.node_client import Nodes, conversation
+from infra.head.hosts.nodes import Nodes, conversation
 from infra.head.hosts.ssh import Transport
 from infra.head.storage.checkpoint_inventory import FoundTag, Survey, complete_tags, survey
 from infra.node.attempts.attempt import Attempt

@@ -21,8 +21,8 @@ from flows.cli.options import (
     with_options,
 )
 from flows.cli.terminal import complain, say, show_json, show_table, stage_display
+from infra.head.hosts.code_shipping import reached_nodes
 from infra.head.hosts.hostfile import chosen_hosts, spare_hosts
-from infra.head.hosts.node_client import reached_nodes
 from infra.head.runs.run_lookup import root_of_run
 from infra.head.runs.run_removal import (
     RemovalPlan,

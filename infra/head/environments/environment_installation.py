@@ -5,44 +5,54 @@ wheels that the host lacks, verifies every digest, and runs pip.
 """
 
 import re
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra.head.environments.wheelhouse import MANIFEST, Wheelhouse, this_python
-from infra.head.hosts import ssh
 from infra.head.hosts.code_shipping import ship
-from infra.head.hosts.node_client import Nodes, conversation
-from infra.head.hosts.ssh import Transport, run_everywhere
+from infra.head.hosts.nodes import Connections, Nodes, ask, conversation, everywhere
+from infra.head.hosts.ssh import Transport
 from infra.node.attempts.log_tail import printable
 from infra.node.channel import BrokenOff, Channel
 from infra.node.code_bundle import own_bundle
 from infra.node.environment_installer import Install, Installed, Working
 from infra.node.storage.file_channel import BytesArrived, FileRange, FromReceiver, Wanted, answer, files_in
-from t5train.errors import HostError, HostTimeout, InputError, ProtocolMismatch, RemoteFailed, SpecError
+from t5train.errors import HostError, InputError, ProtocolMismatch, RemoteFailed, SpecError
 from t5train.progress import Progress
 
-_FAN_OUT = 64
 _PROBE_SECONDS = 60.0
 _DEADLINE_SECONDS = 2 * 3600.0
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9_@+=,./-]+", re.ASCII)
-# Prints the path of the first Python that suits, or nothing. All values are positional arguments.
+# Answers a FindPython with the first Python that suits. Each Python reads what it must be from the message.
 _FIND_PYTHON = """
-version=$1
-shift
+read -r message
 for python in "$@"; do
   "$python" -I -c '
-import ensurepip, sys, venv
-sys.exit("%d.%d" % sys.version_info[:2] != sys.argv[1] or print(sys.executable))
-' "$version" </dev/null 2>/dev/null && exit
+import ensurepip, json, sys, venv
+if "%d.%d" % sys.version_info[:2] != json.loads(sys.argv[1])["FindPython"]["version"]:
+  sys.exit(1)
+print(json.dumps({"FoundPython": {"path": sys.executable}}))
+' "$message" </dev/null 2>/dev/null && exit
 done
-exit 0
+echo '{"FoundPython": {"path": null}}'
 """
+
+
+@dataclass(frozen=True)
+class FindPython:
+    """Find a Python of this minor version that can make environments."""
+
+    version: str
+
+
+@dataclass(frozen=True)
+class FoundPython:
+    """The path of that Python; None if there is none."""
+
+    path: str | None
 
 
 def require_environment_path(into: Path) -> Path:
@@ -73,18 +83,10 @@ def install_on(
         errors |= ship(transport, [host for host, its in pythons.items() if its == python], python)
     able = {host: python for host, python in pythons.items() if host not in errors}
     installation = _Installation(
-        transport, folder, wheelhouse, into, _Arrivals(progress, len(able) * wheelhouse.size_bytes)
+        transport, folder, wheelhouse, into, able, _Arrivals(progress, len(able) * wheelhouse.size_bytes)
     )
-    threads = ThreadPoolExecutor(_FAN_OUT, thread_name_prefix="install")
-    try:
-        asked = {host: threads.submit(installation.on, host, python) for host, python in able.items()}
-        wait(asked.values())
-        outcomes = errors | {host: future.result() for host, future in asked.items()}
-        return {host: outcomes[host] for host in hosts}
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
-        installation.end()
-        threads.shutdown()
+    outcomes = errors | everywhere(able, installation.on)
+    return {host: outcomes[host] for host in hosts}
 
 
 def _require_sizes(folder: Path, wheelhouse: Wheelhouse) -> None:
@@ -103,13 +105,14 @@ def _pythons(
 ) -> tuple[dict[str, str], dict[str, Installed | HostError]]:
     """Return the path of a suitable Python on each host that has one, and the errors of the others."""
     own = [str(Path(sys.executable).resolve())] if version == this_python() else []
-    command = ["sh", "-c", _FIND_PYTHON, "sh", version, *own, f"python{version}", "python3"]
+    command = ["sh", "-c", _FIND_PYTHON, "sh", *own, f"python{version}", "python3"]
     pythons, errors = dict[str, str](), dict[str, Installed | HostError]()
-    for host, reply in run_everywhere(transport, hosts, command, deadline_seconds=_PROBE_SECONDS).items():
-        if isinstance(reply, HostError):
-            errors[host] = reply
-        elif found := reply.stdout.decode("utf-8", "replace").splitlines():
-            pythons[host] = found[-1]
+    questions = dict.fromkeys(hosts, FindPython(version))
+    for host, found in ask(transport, command, questions, FoundPython, _PROBE_SECONDS).items():
+        if isinstance(found, HostError):
+            errors[host] = found
+        elif found.path is not None:
+            pythons[host] = found.path
         else:
             errors[host] = RemoteFailed(
                 f"{host}: there is no Python {version} with its venv module on the PATH of ssh commands. Install both "
@@ -142,20 +145,13 @@ class _Installation:
     folder: Path
     wheelhouse: Wheelhouse
     into: Path
+    pythons: Mapping[str, str]
+    """The Python of each host."""
     arrivals: _Arrivals
-    running: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    ended: threading.Event = field(default_factory=threading.Event)
-    """Set when the caller needs no outcome any more."""
 
-    def end(self) -> None:
-        """End what is running on all hosts, also where the host blocks a write."""
-        self.ended.set()
-        for process in self.running:
-            ssh.kill(process)
-
-    def on(self, host: str, python: str) -> Installed | HostError:
-        """Install on one host, with the Python at this path there."""
-        nodes = Nodes(self.transport, (host,), code=own_bundle().digest, python=python)
+    def on(self, host: str, connections: Connections) -> Installed:
+        """Install on one host. Raises HostError."""
+        nodes = Nodes(self.transport, (host,), code=own_bundle().digest, python=self.pythons[host])
         wheels = self.wheelhouse.wheels
         request = Install(
             self.into,
@@ -163,25 +159,8 @@ class _Installation:
             tuple(Wanted.of(wheel.name, wheel) for wheel in wheels),
             sum(wheel.unpacked_bytes for wheel in wheels),
         )
-        deadline, timers = time.monotonic() + _DEADLINE_SECONDS, list[threading.Timer]()
-
-        def on_start(process: subprocess.Popen[bytes]) -> None:
-            self.running.append(process)
-            if self.ended.is_set():
-                ssh.kill(process)
-            timers.append(threading.Timer(deadline - time.monotonic(), ssh.kill, [process]))
-            timers[0].start()
-
-        try:
-            with conversation(nodes, host, request, on_start) as node:
-                return self._serve(node, host)
-        except HostError as error:
-            if time.monotonic() < deadline:
-                return error
-            return HostTimeout(f"{host}: the installation took more than {_DEADLINE_SECONDS / 3600:g} h", [host])
-        finally:
-            for timer in timers:
-                timer.cancel()
+        with conversation(nodes, host, request, connections, _DEADLINE_SECONDS) as node:
+            return self._serve(node, host)
 
     def _serve(self, node: Channel, host: str) -> Installed:
         while (message := node.receive(FromReceiver)) is not None:

@@ -7,34 +7,19 @@ is always the same text; the digest and the code are sent on its stdin.
 import logging
 import os
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from infra.head.hosts.host_answers import answer_in
-from infra.head.hosts.ssh import Transport, run_everywhere
+from infra.head.hosts.nodes import Nodes, ask, module_path
+from infra.head.hosts.ssh import Ssh, Transport
 from infra.node import code_receiver
 from infra.node.code_bundle import own_bundle
 from infra.node.code_receiver import Delivery, Held
-from infra.node.messages import encode
-from infra.node.node_folders import code_folder, node_path
+from infra.node.node_folders import node_path
 from t5train.errors import HostError
-from t5train.spec import ClusterSpec
-
-_OWN = Path(__file__).resolve().parents[3]
-
-
-def module_path(code: str | None) -> str:
-    """Return PYTHONPATH for processes on hosts; may be empty.
-
-    It is this process's PYTHONPATH with absolute paths, because the working folder on hosts differs. If ``code`` is the
-    digest of shipped code, the folder of that code comes first and the head's own copy is left out.
-    """
-    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    places = [str(Path(place).absolute()) for place in named if place]
-    if code is not None:
-        places = [str(code_folder(code)), *(place for place in places if Path(place).resolve() != _OWN)]
-    return os.pathsep.join(places)
-
+from t5train.spec import ClusterSpec, MachinesSpec
 
 # Isolated and without site-packages: nothing that is installed there affects how the code is received.
 _RECEIVE = ["-I", "-S", "-X", "utf8", "-c", Path(code_receiver.__file__).read_text("utf-8")]
@@ -75,8 +60,18 @@ def hosts_with_code(transport: Transport, hosts: Iterable[str], consequence: str
     return [name for name in names if name not in lacking]
 
 
+@contextmanager
+def reached_nodes(machines: MachinesSpec, hosts: Iterable[str]) -> Iterator[tuple[Nodes, dict[str, HostError]]]:
+    """Yield those of the hosts that have the code, and the errors of those to which it could not be sent."""
+    names, cluster = tuple(hosts), machines.cluster
+    with tempfile.TemporaryDirectory(prefix="t5-hosts-") as folder:
+        transport, code = Ssh.configured(cluster, Path(folder)), shipped_code(cluster)
+        lacking = ship(transport, names) if code else {}
+        reached = tuple(host for host in names if host not in lacking)
+        yield Nodes(transport, reached, machines.storage.scratch, code), lacking
+
+
 def _ask(transport: Transport, hosts: Iterable[str], content: bytes, command: list[str]) -> dict[str, bool | HostError]:
-    stdin = encode(Delivery(os.getuid(), str(node_path()), own_bundle().digest)) + content
-    replies = run_everywhere(transport, hosts, command, stdin_of=lambda _host: stdin, deadline_seconds=_SECONDS)
-    answers = {host: answer_in(reply, host, Held) for host, reply in replies.items()}
+    delivery = Delivery(os.getuid(), str(node_path()), own_bundle().digest, content)
+    answers = ask(transport, command, dict.fromkeys(hosts, delivery), Held, _SECONDS)
     return {host: each.is_held if isinstance(each, Held) else each for host, each in answers.items()}

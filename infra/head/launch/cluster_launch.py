@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 
 from infra.head.hosts.code_shipping import hosts_with_code, path_to, shipped_code
 from infra.head.hosts.hostfile import Host, Hosts
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.hosts.ssh import Ssh, Transport
 from infra.head.launch import earlier_attempts
 from infra.head.launch.attempt_outcome import ClusterWatch

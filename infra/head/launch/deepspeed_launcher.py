@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from infra.head.hosts.code_shipping import module_path, path_to, shipped_code
+from infra.head.hosts.code_shipping import path_to, shipped_code
 from infra.head.hosts.hostfile import Hosts, hostfile_text, include_argument
+from infra.head.hosts.nodes import module_path
 from infra.head.hosts.ssh import SSH_CONFIG
 from infra.node import processes
 from infra.node.attempts import attempt

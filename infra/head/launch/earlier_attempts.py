@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from infra.head.hosts.code_shipping import hosts_with_code
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.hosts.ssh import Transport
 from infra.head.launch.deepspeed_launcher import ClusterLauncher
 from infra.head.launch.log_collection import gather, keep_own

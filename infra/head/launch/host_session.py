@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from queue import SimpleQueue
 
-from infra.head.hosts.node_client import END_SECONDS, Nodes, conversation
+from infra.head.hosts.nodes import END_SECONDS, Nodes, conversation
 from infra.head.hosts.ssh import Transport
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.log_tail import Offsets

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from infra.head.hosts.hostfile import Hosts
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.hosts.ssh import Transport
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.attempt_actions import PackLogs, RemoveAttempt

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.head.hosts.ssh_errors import remedy_of_launcher
+from infra.head.hosts.ssh import remedy_of_launcher
 from infra.head.launch.verdict import Evidence, Hops
 from infra.node.attempts import guard_failure
 from infra.node.attempts.attempt import LAUNCHER, Attempt, rank_name

@@ -4,8 +4,6 @@ The model and the rows are copied to the hosts, and verified there. A part that 
 """
 
 import secrets
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,18 +12,18 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from infra.head.hosts.code_shipping import reached_nodes
 from infra.head.hosts.hostfile import chosen_hosts
-from infra.head.hosts.node_client import Nodes, attended, conversation, reached_nodes
+from infra.head.hosts.nodes import Attendance, Nodes, attended
 from infra.head.predicting.shared_parts import Heard, SharedParts
 from infra.head.storage.provisioning import stage_folder
 from infra.head.storage.staged_bytes import StagingReports
-from infra.node.channel import BrokenOff
 from infra.node.node_folders import staged_path
 from infra.node.stages.makers import own_makers
 from infra.node.stages.predictor import PREDICTING_PACKAGES, FindDevice, FoundDevice, FromPredictor, PredictParts
 from infra.node.storage.pull import listed
 from t5train.data.worker_processes import Advance, Json
-from t5train.errors import HostError, HostTimeout, SpecError
+from t5train.errors import SpecError
 from t5train.inference.model_folder import names_read
 from t5train.inference.predict.devices import OtherMachines
 from t5train.inference.predict.prediction_worker import OFFSETS, ORDER, ROWS, STARTS
@@ -36,7 +34,7 @@ from t5train.records.stage_records import MANIFEST
 from t5train.spec import MachinesSpec, RunSpec
 
 _DEVICE_SECONDS = 120.0  # enough to import torch from a slow disk
-_POLL_SECONDS = 0.25
+_PROCESS = "the process that predicts there"
 
 
 @contextmanager
@@ -136,7 +134,8 @@ class HostsPredictor:
         )
         requests = {host: replace(start, slots=self.slots[host]) for host in self.nodes.hosts}
         heard, processes = SimpleQueue[Heard](), {host: len(self.slots[host]) for host in self.nodes.hosts}
-        with attended(requests, partial(_attend, self.nodes, requests, self.lease_seconds, heard)):
+        attendance = Attendance(FromPredictor, _PROCESS, self.lease_seconds, self.lease_seconds)
+        with attended(self.nodes, requests, attendance, lambda host, what: heard.put(Heard(host, what))):
             yield from SharedParts(jobs, processes, advance).results(heard)
 
 
@@ -150,34 +149,3 @@ def _stage(nodes: Nodes, model: Path, folder: Path, progress: Progress) -> _Stag
     stage_folder(nodes, model, files, staged.model, staged.run_name, reports)
     stage_folder(nodes, folder, listed(folder, (ROWS, OFFSETS, ORDER, STARTS)), staged.rows, staged.run_name, reports)
     return staged
-
-
-def _attend(
-    nodes: Nodes,
-    requests: Mapping[str, PredictParts],
-    lease_seconds: float,
-    heard: "SimpleQueue[Heard]",
-    host: str,
-    ended: threading.Event,
-) -> None:
-    """Hold a connection to a host, and pass on what is heard from it, or why it is lost."""
-    heard_at = time.monotonic()
-    try:
-        with conversation(nodes, host, requests[host]) as channel:
-            heard.put(Heard(host, channel))
-            while not ended.is_set():
-                received = channel.receive_within(_POLL_SECONDS, FromPredictor)
-                for message in received:
-                    heard.put(Heard(host, message))
-                if received:
-                    heard_at = time.monotonic()
-                elif channel.at_end:
-                    raise BrokenOff("the process that predicts there has ended")
-                elif time.monotonic() - heard_at > lease_seconds:
-                    raise HostTimeout(
-                        f"{host}: nothing was heard from the process that predicts there for {lease_seconds:g} s. "
-                        "Check whether the host is reachable or overloaded, or one of its disks hangs",
-                        [host],
-                    )
-    except HostError as error:
-        heard.put(Heard(host, error))

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.hosts.ssh import Transport
 from infra.head.preflight.findings import names
 from infra.head.preflight.launch_requirements import LaunchRequirements

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from infra.head.hosts.code_shipping import ship
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.hosts.ssh import Transport
 from infra.head.preflight.all_reduce_check import all_reduce
 from infra.head.preflight.checklist import (

@@ -23,8 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from infra.head.hosts.code_shipping import reached_nodes
 from infra.head.hosts.hostfile import chosen_hosts
-from infra.head.hosts.node_client import reached_nodes
 from infra.head.plain_ranks import run_ranks
 from infra.head.regression.case_stages import (
     NightData,

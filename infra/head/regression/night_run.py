@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from infra.head.hosts.code_shipping import reached_nodes
 from infra.head.hosts.hostfile import chosen_hosts
-from infra.head.hosts.node_client import Nodes, reached_nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.preflight.run_checks import require_absolute
 from infra.head.regression.case_run import CaseRun
 from infra.head.regression.case_stages import NightData, make_data

@@ -19,7 +19,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from infra.head.hosts.hostfile import chosen_hosts
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.launch.deepspeed_launcher import ClusterLauncher
 from infra.head.launch.earlier_attempts import end_earlier, unended
 from infra.head.runs.run_lookup import find_run, folder_of_run, root_of_run

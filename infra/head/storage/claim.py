@@ -7,7 +7,7 @@ checkpoints, so that no other head adopts the run while this one is alive.
 import logging
 from collections.abc import Mapping, Sequence
 
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.storage.node_paths import NodeRun
 from infra.node.attempts.run_ownership import Claimed, ClaimRun, DisownRun, Mode, Owner
 from t5train.errors import HostError, RunOwned

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.storage.checkpoint_inventory import prunable
 from infra.node.attempts import attempt
 from infra.node.attempts.run_lock import holder, run_lock

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.head.hosts.node_client import Nodes, conversation
+from infra.head.hosts.nodes import Nodes, conversation
 from infra.head.storage.checkpoint_inventory import FoundTag
 from infra.node.node_folders import tag_path
 from infra.node.storage.file_channel import CannotRead, Refused, Wanted, Watcher, fetch_over

@@ -8,7 +8,7 @@ from typing import Self
 
 from infra.head.hosts.code_shipping import shipped_code
 from infra.head.hosts.hostfile import Host, Hosts
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.hosts.ssh import Transport
 from infra.node.attempts.attempt import now
 from infra.node.attempts.run_ownership import Owner

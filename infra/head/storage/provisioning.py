@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
-from infra.head.hosts.node_client import Nodes, conversation
+from infra.head.hosts.nodes import Nodes, conversation
 from infra.head.storage.checkpoint_inventory import FoundTag, complete_tags
 from infra.head.storage.node_paths import NodeRun, path_of_consolidated, path_of_shards, path_of_start
 from infra.head.storage.staged_bytes import StagedBytes, StagingReports

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from infra.head.hosts.code_shipping import hosts_with_code
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.storage import checkpoint_record
 from infra.head.storage.checkpoint_inventory import (
     FoundTag,

@@ -6,8 +6,6 @@ are complete are recognised by their descriptions, so after an error, the next r
 
 import logging
 import secrets
-import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,16 +14,17 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from infra.head.hosts.code_shipping import reached_nodes
 from infra.head.hosts.hostfile import chosen_hosts
-from infra.head.hosts.node_client import Nodes, attended, conversation, reached_nodes
+from infra.head.hosts.nodes import Attendance, attended
 from infra.head.tokenising.scheduler_process import require_packages, scheduler_process
-from infra.node.channel import BrokenOff
+from infra.node.channel import Channel
 from infra.node.stages.dask_worker import MAKING_PACKAGES, WorkerReady, WorkerStart
 from infra.node.stages.makers import own_makers
 from t5train.data.native import segmenter_build
 from t5train.data.segments import stretches_of
 from t5train.data.worker_processes import Advance, Json, Workers
-from t5train.errors import HostError, HostTimeout, HostUnreachable, StorageError, WorkerLost, error_of
+from t5train.errors import HostError, HostUnreachable, StorageError, WorkerLost, error_of
 from t5train.files.atomic import write_text
 from t5train.files.os_errors import explain
 from t5train.spec import ClusterSpec, MachinesSpec, RunSpec, ShardsSpec
@@ -36,7 +35,6 @@ _HANG_SECONDS = 900.0
 seconds while a file is decompressed up to a shard's text. There is none for longer only at the end of a shard, when its
 files are written to disk."""
 _START_SECONDS = 120.0  # enough to import Dask from a slow disk
-_POLL_SECONDS = 0.25
 _SCHEDULER_CHECKS = 20
 _log = logging.getLogger(__name__)
 
@@ -98,34 +96,17 @@ def _on_hosts(
             nonce=nonce,
             sources=_sources(jobs),
         )
-        stack.enter_context(attended(names, partial(_attend, nodes, start, events)))
+        starts = {name: replace(start, name=name) for name in names}
+
+        def report(host: str, what: Channel | WorkerReady | HostError) -> None:
+            if not isinstance(what, Channel):
+                events.put(_Event(what, host))
+
+        attendance = Attendance(WorkerReady, "its worker of Dask", _START_SECONDS)
+        stack.enter_context(attended(nodes, starts, attendance, report))
         _await_workers(names, events)
         scheduler.begin(function, jobs, _HANG_SECONDS)
         yield from _Progress(len(jobs), names, advance).results(events)
-
-
-def _attend(nodes: Nodes, start: WorkerStart, events: _Events, host: str, ended: threading.Event) -> None:
-    """Run a worker on a host. Reports when it is ready, could not start, or has ended."""
-    deadline = time.monotonic() + _START_SECONDS
-    is_ready = False
-    try:
-        with conversation(nodes, host, replace(start, name=host)) as channel:
-            while not ended.is_set():
-                received = channel.receive_within(_POLL_SECONDS, WorkerReady)
-                for ready in received:
-                    is_ready = True
-                    events.put(_Event(ready, host))
-                if channel.at_end and not received:
-                    raise BrokenOff("its worker of Dask has ended")
-                if not is_ready and time.monotonic() > deadline:
-                    raise HostTimeout(
-                        f"{host}: Dask's worker did not start within {_START_SECONDS:g} s. Check whether the host is "
-                        "overloaded or one of its disks hangs",
-                        [host],
-                    )
-    except HostError as error:
-        if not ended.is_set():
-            events.put(_Event(error, host))
 
 
 def _umask() -> int:

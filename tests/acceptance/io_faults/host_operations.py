@@ -14,7 +14,7 @@ from unittest import mock
 import typer
 
 from infra.head.hosts.hostfile import Host, Hosts
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.storage.checkpoint_sync import keep_up
 from infra.head.storage.gather import gather
 from infra.head.storage.node_paths import NodeRun
@@ -176,7 +176,7 @@ class Gc(_OnHosts):
     def set_up(self, folder: Path) -> Callable[[], Any]:
         """The command as a user types it, except that hosts are not reached by ssh."""
         from flows.cli.operate import removal_commands
-        from infra.head.hosts import node_client
+        from infra.head.hosts import code_shipping
 
         site, hostfile = self._site(folder), folder.parent / "hosts"
         hostfile.write_text("".join(f"{host} slots=1\n" for host in self.hosts))
@@ -184,7 +184,7 @@ class Gc(_OnHosts):
         def collect() -> None:
             ssh = mock.Mock(configured=lambda *_: site.transport)
             output = io.StringIO()
-            with redirect_stderr(output), redirect_stdout(io.StringIO()), mock.patch.object(node_client, "Ssh", ssh):
+            with redirect_stderr(output), redirect_stdout(io.StringIO()), mock.patch.object(code_shipping, "Ssh", ssh):
                 try:
                     removal_commands.gc(root=site.root, hostfile=hostfile, free=True)
                 except typer.Exit as ended:

@@ -12,8 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import pytest
 
-from infra.head.hosts.host_answers import reported
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes, reported
 from infra.node.__main__ import ACTIONS, function_of, request_type
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt

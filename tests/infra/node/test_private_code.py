@@ -9,7 +9,7 @@ import pytest
 
 from infra.head.hosts import ssh
 from infra.head.hosts.code_shipping import hosts_with_code
-from infra.head.hosts.node_client import node_command
+from infra.head.hosts.nodes import node_command
 from infra.node import node_folders
 from infra.node.code_bundle import own_bundle
 from infra.node.node_folders import code_folder, node_path

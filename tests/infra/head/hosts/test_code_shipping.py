@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.head.hosts import node_client
 from infra.head.hosts.code_shipping import COMMAND, path_to, ship, shipped_code
+from infra.head.hosts.nodes import node_command
 from infra.node import code_bundle, code_receiver, node_folders
 from infra.node.code_bundle import own_bundle
 from infra.node.code_receiver import Delivery, Held
@@ -57,7 +57,7 @@ def test_a_host_runs_the_code_that_was_sent_although_another_one_is_lost() -> No
     assert list(failed) == ["b"]
     assert isinstance(failed["b"], HostUnreachable)
     program = "import infra, t5train; print(infra.__file__, t5train.__file__)"
-    command = node_client.node_command("facts", own_bundle().digest)
+    command = node_command("facts", own_bundle().digest)
     argv = [*command[: command.index("-m")], "-c", program]
     output = subprocess.run(argv, capture_output=True, text=True, check=True, cwd="/").stdout.split()
     assert output == [str(code_folder(own_bundle().digest) / name / "__init__.py") for name in ("infra", "t5train")]
@@ -172,10 +172,10 @@ def test_an_interrupted_write_leaves_no_code_folder(monkeypatch: pytest.MonkeyPa
 
 def test_several_heads_can_send_the_same_code_at_once() -> None:
     digest, content = packed(SOURCES | {f"infra/module_{number}.py": "x = 1\n" for number in range(20)})
-    request = encode(Delivery(os.getuid(), str(node_folders.node_path()), digest))
+    request = encode(Delivery(os.getuid(), str(node_folders.node_path()), digest, content))
 
     def send(_: int) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(COMMAND, input=request + content, capture_output=True, check=False)
+        return subprocess.run(COMMAND, input=request, capture_output=True, check=False)
 
     with ThreadPoolExecutor(6) as heads:
         ended = list(heads.map(send, range(6)))

@@ -5,11 +5,7 @@ import re
 import secrets
 import shutil
 import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,16 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.head.hosts import code_shipping, node_client
 from infra.head.hosts import ssh as ssh_module
-from infra.head.hosts.ssh import Output, Ssh, Transport, quoted, run_everywhere, ssh_config
-from infra.head.hosts.ssh_errors import failure_of_ssh
+from infra.head.hosts.nodes import ask, connection
+from infra.head.hosts.ssh import Ssh, Transport, failure_of_ssh, quoted, ssh_config
 from infra.node import processes
-from infra.node.node_folders import node_path
 from t5train.errors import HostError, HostKeyMismatch, HostTimeout, HostUnreachable, RemoteFailed, SpecError
 from t5train.spec import ClusterSpec
 from tests.infra.conftest import Until
-from tests.support.waiting import await_that
 
 HERE = "127.0.0.1"
 PRINT_ARGUMENTS = ("printf", r"%s\0")
@@ -36,13 +29,17 @@ Sshd = Callable[..., Ssh]
 
 
 @dataclass(frozen=True)
-class Shell:
-    """A host that is a shell of this machine."""
+class Name:
+    """A question, and its answer."""
 
-    shell: str = "sh"
+    host: str
 
-    def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - part of Transport
-        return [self.shell, "-c", quoted(argv)]
+
+def run(transport: Transport, host: str, argv: Sequence[str]) -> None:
+    """Run a command on one host, which is to fail. Raises its error."""
+    answer = ask(transport, argv, {host: Name(host)}, Name, 60)[host]
+    assert isinstance(answer, HostError)
+    raise answer
 
 
 @pytest.mark.parametrize("shell", [shell for shell in ("sh", "bash", "zsh", "dash", "ksh") if shutil.which(shell)])
@@ -61,25 +58,23 @@ def test_the_first_word_runs_as_a_program_even_if_it_is_shell_syntax(name: str, 
     assert subprocess.run(shell, check=False, capture_output=True, env={"PATH": str(tmp_path)}).stdout == b"it ran\n"
 
 
-def run(transport: Transport, host: str, argv: Sequence[str], stdin: bytes = b"") -> Output:
-    """The output of a command on one host. Raises its error."""
-    replies = run_everywhere(transport, [host], argv, stdin_of=lambda _: stdin, deadline_seconds=60)
-    if isinstance(reply := replies[host], HostError):
-        raise reply
-    return reply
-
-
 def test_ssh_passes_arguments_input_and_output_unchanged(sshd: Sshd) -> None:
     ssh = sshd()
-    printed = run(ssh, HERE, [*PRINT_ARGUMENTS, *SPECIAL_ARGUMENTS]).stdout.split(b"\0")
-    assert [os.fsdecode(each) for each in printed[:-1]] == SPECIAL_ARGUMENTS
+    printed = b"".join(os.fsencode(argument) + b"\0" for argument in SPECIAL_ARGUMENTS)
+    with connection(ssh, HERE, [*PRINT_ARGUMENTS, *SPECIAL_ARGUMENTS]) as channel:
+        assert channel.read(len(printed)) == printed
     every_byte = bytes(range(256)) * 999
-    assert run(ssh, HERE, ["cat"], stdin=every_byte).stdout == every_byte
+    with connection(ssh, HERE, ["cat"]) as channel:
+        channel.send(Name(HERE), every_byte)
+        assert channel.receive(Name) == Name(HERE)
+        assert channel.read(len(every_byte)) == every_byte
 
 
 def test_no_environment_variable_of_this_machine_is_sent(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LC_TOKEN", "s3cret")  # Debian's ssh sends it by default, and this server accepts it
-    assert b"s3cret" not in run(sshd(), HERE, ["env"]).stdout
+    found = subprocess.run(sshd().command(HERE, ["env"]), check=True, capture_output=True).stdout
+    assert b"s3cret" not in found
+    assert b"LC_T5_PRETRAIN=1" in found
 
 
 def test_a_changed_host_key_is_refused_with_the_command_that_removes_the_old_one(sshd: Sshd, tmp_path: Path) -> None:
@@ -184,83 +179,21 @@ def test_a_command_that_fails_is_reported_with_what_it_or_ssh_said(
 
 
 def test_a_command_that_hangs_is_also_ended_on_the_host(sshd: Sshd, until: Until) -> None:
-    run_id, trap = secrets.token_hex(8), {HERE: b"", "localhost": b"trap '' TERM"}
-    script = 'read trap; eval "$trap"; echo begun >&2; sleep 600'
+    run_id = secrets.token_hex(8)
+    script = 'read line; case $line in *localhost*) trap "" TERM;; esac; echo begun >&2; sleep 600'
     hanging = ["env", f"{processes.RUN_ID_VARIABLE}={run_id}", "sh", "-c", script]
-    replies = run_everywhere(
-        *(sshd(), [*trap], hanging),
-        stdin_of=lambda host: trap[host] + b"\n",
-        deadline_seconds=10,  # enough for it to start on a busy machine
-    )
-    for host, reply in replies.items():
-        assert isinstance(reply, HostTimeout)
-        assert re.search(rf"^{host}: .* timed out after 10 s\. .* last output: begun", str(reply))
+    seconds = 10  # enough for it to start on a busy machine
+    questions = {host: Name(host) for host in (HERE, "localhost")}
+    for host, error in ask(sshd(), hanging, questions, Name, seconds).items():
+        assert isinstance(error, HostTimeout)
+        assert re.search(rf"^{host}: .* timed out after 10 s\. .* last output: begun", str(error))
     until(lambda: not processes.find(processes.in_run(run_id)))
-
-
-def test_all_hosts_are_asked_in_parallel_and_replies_keep_their_order(tmp_path: Path) -> None:
-    hosts = [f"node{number}" for number in range(64)]
-    seen: list[tuple[str, threading.Thread]] = []
-    script = 'read line; touch "$line"; until test -e all; do sleep 0.2; done; test "$line" != node7 && echo "$line"'
-
-    def release_all() -> None:
-        await_that(lambda: len(list(tmp_path.iterdir())) == len(hosts))
-        (tmp_path / "all").touch()
-
-    with ThreadPoolExecutor(1) as pool:
-        released = pool.submit(release_all)
-        replies = run_everywhere(
-            Shell(),
-            hosts,
-            ["env", "-C", str(tmp_path), "sh", "-c", script],
-            stdin_of=lambda host: f"{host}\n".encode(),
-            deadline_seconds=600,
-            on_reply=lambda host, _reply: seen.append((host, threading.current_thread())),
-        )
-    released.result()
-    assert list(replies) == hosts
-    assert isinstance(replies.pop("node7"), RemoteFailed)
-    assert all(isinstance(reply, Output) and reply.stdout == f"{host}\n".encode() for host, reply in replies.items())
-    assert {host for host, _ in seen} == set(hosts)
-    assert {thread for _, thread in seen} == {threading.current_thread()}
-
-
-def test_running_commands_are_ended_when_the_caller_is_interrupted(sshd: Sshd) -> None:
-    def interrupt(host: str, _reply: ssh_module.Reply) -> None:
-        assert host == HERE
-        raise KeyboardInterrupt
-
-    started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        run_everywhere(
-            sshd(),
-            [HERE, "localhost"],
-            ["sh", "-c", 'read line; test "$line" = 127.0.0.1 || sleep 600'],
-            stdin_of=lambda host: f"{host}\n".encode(),
-            deadline_seconds=600,
-            on_reply=interrupt,
-        )
-    assert time.monotonic() - started < 300
 
 
 def test_a_machine_without_ssh_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(HostUnreachable, match=r"ssh is not installed on this machine\. Install openssh-client"):
         run(Ssh(tmp_path / "config"), "node1", ["true"])
-
-
-def test_the_node_program_runs_with_absolute_paths_and_shipped_code_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:some/where")
-    path = f"PYTHONPATH={Path.cwd()}:{Path.cwd()}/some/where"
-    assert node_client.node_command("facts", None) == [
-        *("env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", path, sys.executable, "-m", "infra.node", "facts")
-    ]
-    checkout = Path(code_shipping.__file__).parents[3]
-    monkeypatch.setenv("PYTHONPATH", f"{checkout}:/torch")
-    paths = [word for word in node_client.node_command("facts", "c0de") if word.startswith("PYTHONPATH=")]
-    assert paths == [f"PYTHONPATH={node_path('code', 'c0de')}:/torch"]
-    monkeypatch.delenv("PYTHONPATH")
-    assert not any(word.startswith("PYTHONPATH") for word in node_client.node_command("facts", None))
 
 
 def test_a_missing_package_is_distinguished_from_a_missing_python() -> None:
@@ -327,23 +260,6 @@ def test_no_setting_of_the_user_weakens_security_or_disturbs_commands_or_their_i
         elif not setting.startswith("LocalForward"):  # ssh shows it, but sets up none: see ClearAllForwardings
             assert setting.partition(" ")[0].lower() not in shown
     assert {"clearallforwardings yes", "port 2222", f"userknownhostsfile {tmp_path}/known hosts"} <= found
-
-
-def test_a_connection_that_a_busy_sshd_drops_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Busy:
-        """A host whose sshd drops the first two connections."""
-
-        def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - part of Transport
-            said = "kex_exchange_identification: Connection closed by remote host"
-            script = f'echo x >> "$1"; test $(wc -l < "$1") -gt "$2" || {{ echo "{said}" >&2; exit 255; }}; cat'
-            return ["sh", "-c", script, "sh", str(tmp_path / "tries"), limit]
-
-    monkeypatch.setattr("infra.head.hosts.ssh._RETRY_SECONDS", (0.0, 0.0))
-    limit = "2"
-    assert run(Busy(), "node1", ["x"], stdin=b"hello").stdout == b"hello"
-    limit = "1000"
-    with pytest.raises(HostUnreachable, match=r"node1: sshd there closed .* MaxStartups .* ssh said: kex_exchange_id"):
-        run(Busy(), "node1", ["x"])
 
 
 @pytest.mark.parametrize("name", ["absent", 'a"b', "a%b", "${HOME}"])

@@ -1,7 +1,6 @@
 """Hosts that share nothing predict all parts, and a lost, hanging or damaged one does not keep the others from it."""
 
 import logging
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,12 +10,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.predicting import hosts_predictor
 from infra.head.predicting.hosts_predictor import HostsPredictor, evaluating_hosts, predicting_hosts
 from infra.head.predicting.shared_parts import Heard, SharedParts
-from infra.node.stages.predictor import FoundDevice, FromPredictor, PartPredicted, PredictParts, RowsPredicted
-from t5train.errors import HostError, HostTimeout, SpecError, WorkerLost
+from infra.node.stages.predictor import FoundDevice, FromPredictor, PartPredicted, RowsPredicted
+from t5train.errors import HostError, SpecError, WorkerLost
 from t5train.inference.predict.prediction_worker import part_name
 from t5train.progress import silent
 from t5train.spec import MachinesSpec
@@ -155,13 +154,13 @@ class Silent:
         return ["sleep", "600"]
 
 
-def test_a_host_that_is_silent_for_the_lease_is_given_up() -> None:
-    heard, request = SimpleQueue[Heard](), PredictParts(None, "run", "", "", "", "cpu", (0,))
-    hosts_predictor._attend(Nodes(Silent(), ("a",)), {"a": request}, 0.0, heard, "a", threading.Event())
-    assert heard.get(timeout=0).host == "a"
-    error = heard.get(timeout=0).what
-    assert isinstance(error, HostTimeout)
-    assert "a: nothing was heard" in str(error)
+def test_a_host_that_is_silent_for_the_lease_is_given_up(
+    jobs: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts_predictor, "_stage", lambda *_: hosts_predictor._Staged("run", "", ""))
+    workers = HostsPredictor(Nodes(Silent(), ("a",)), {"a": (0,)}, "cpu", 0.0, silent)
+    with pytest.raises(WorkerLost, match=r"a: nothing was received from the process that predicts there for 0 s"):
+        list(workers("", jobs, int))
 
 
 def found(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> FoundDevice:

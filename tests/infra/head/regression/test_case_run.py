@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.regression import case_run
 from infra.head.regression.case_run import CaseRun, cpu_seconds, on_available_accelerators, quartile
 from infra.head.regression.case_stages import NightData, TrainedCase

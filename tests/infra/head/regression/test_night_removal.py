@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.regression import night_run
 from infra.head.regression.night_run import remove_nights
 from infra.node.attempts.run_ownership import Owner

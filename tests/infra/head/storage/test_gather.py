@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.storage.checkpoint_inventory import complete_tags
 from infra.head.storage.gather import gather
 from infra.node.storage.file_channel import Wanted, Watcher, files_in
@@ -186,7 +186,7 @@ def test_a_full_disk_keeps_the_partial_file_and_the_transfer_resumes_from_it(tmp
 HEAD = """
 import sys
 from pathlib import Path
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.storage.checkpoint_inventory import complete_tags, survey
 from infra.head.storage.gather import gather
 from tests.support.simulated_nodes import LocalHosts

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.storage.checkpoint_inventory import complete_tags, survey
 from infra.head.storage.gather import collect
 from infra.node.channel import BrokenOff, Channel

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.nodes import Nodes
 from infra.head.storage.provisioning import stage_folder
 from infra.head.storage.staged_bytes import HostBytes, StagedBytes, StagingReports
 from infra.node.channel import Channel
