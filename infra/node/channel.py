@@ -58,7 +58,8 @@ class Channel:
 
     def end_sending(self) -> None:
         """Tell the peer that no more will be sent."""
-        self._writer.close()
+        with suppress(BrokenPipeError):  # it reads no more: unsent bytes are lost
+            self._writer.close()
 
     def receive(self, kind: type[T], most_bytes: int = _MOST_LINE_BYTES) -> T | None:
         """Return the next message. Raises WrongMessage if it is not of the class ``kind`` or a direct subclass.

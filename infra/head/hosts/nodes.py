@@ -222,7 +222,8 @@ def ask(
     def one(host: str, connections: Connections) -> A:
         with connection(transport, host, argv, connections, deadline_seconds) as channel:
             on_start(host)
-            channel.send(messages[host])
+            with suppress(BrokenPipeError):  # what it says nevertheless, or its exit code, is the better error
+                channel.send(messages[host])
             channel.end_sending()
             if (answer := channel.receive(kind, _MOST_ANSWER_BYTES)) is None:
                 raise BrokenOff("the command there ended without an answer")
