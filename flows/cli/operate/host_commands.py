@@ -71,7 +71,7 @@ def preflight(
         if install is not None:
             place = require_environment_path(into or Path(sys.prefix))
             _install(transport, [*needs.slots, *spare_hosts(spec.cluster).names], install.absolute(), place)
-            checked = replace(needs, python=python_of(place))
+            checked = replace(needs, python=[python_of(place)])
         report = ask_hosts(checked, transport)
     show_table(COLUMNS, report.rows())
     if report.problems:

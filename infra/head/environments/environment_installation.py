@@ -13,46 +13,30 @@ from pathlib import Path
 
 from infra.head.environments.wheelhouse import MANIFEST, Wheelhouse, this_python
 from infra.head.hosts.code_shipping import ship
-from infra.head.hosts.nodes import Connections, Nodes, ask, conversation, everywhere
+from infra.head.hosts.nodes import Connections, Nodes, conversation, everywhere
 from infra.head.hosts.ssh import Transport
 from infra.node.attempts.log_tail import printable
 from infra.node.channel import BrokenOff, Channel
 from infra.node.code_bundle import own_bundle
 from infra.node.environment_installer import Install, Installed, Working
+from infra.node.messages import Failure, encode
 from infra.node.storage.file_channel import BytesArrived, FileRange, FromReceiver, Wanted, answer, files_in
-from t5train.errors import HostError, InputError, ProtocolMismatch, RemoteFailed, SpecError
+from t5train.errors import HostError, HostMisconfigured, InputError, ProtocolMismatch, SpecError
 from t5train.progress import Progress
 
-_PROBE_SECONDS = 60.0
 _DEADLINE_SECONDS = 2 * 3600.0
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9_@+=,./-]+", re.ASCII)
-# Answers a FindPython with the first Python that suits. Each Python reads what it must be from the message.
+# Becomes the first Python that suits; if there is none, reports that as the error.
 _FIND_PYTHON = """
-read -r message
-for python in "$@"; do
-  "$python" -I -c '
-import ensurepip, json, sys, venv
-if "%d.%d" % sys.version_info[:2] != json.loads(sys.argv[1])["FindPython"]["version"]:
-  sys.exit(1)
-print(json.dumps({"FoundPython": {"path": sys.executable}}))
-' "$message" </dev/null 2>/dev/null && exit
+version=$1 own=$2 error=$3
+shift 3
+for python in "$own" "python$version" python3; do
+  "$python" -I -c 'import ensurepip, sys, venv; sys.exit("%d.%d" % sys.version_info[:2] != sys.argv[1])' \\
+    "$version" </dev/null >/dev/null 2>&1 && exec "$python" "$@"
 done
-echo '{"FoundPython": {"path": null}}'
+printf '%s\\n' "$error" >&2
+exit 1
 """
-
-
-@dataclass(frozen=True)
-class FindPython:
-    """Find a Python of this minor version that can make environments."""
-
-    version: str
-
-
-@dataclass(frozen=True)
-class FoundPython:
-    """The path of that Python; None if there is none."""
-
-    path: str | None
 
 
 def require_environment_path(into: Path) -> Path:
@@ -78,12 +62,12 @@ def install_on(
     If the caller is interrupted, all hosts stop. What they have received stays, and is not sent again.
     """
     _require_sizes(folder, wheelhouse)
-    pythons, errors = _pythons(transport, hosts, wheelhouse.python)
-    for python in set(pythons.values()):
-        errors |= ship(transport, [host for host, its in pythons.items() if its == python], python)
-    able = {host: python for host, python in pythons.items() if host not in errors}
+    python = _python(wheelhouse.python)
+    errors = ship(transport, hosts, python)
+    able = [host for host in hosts if host not in errors]
+    nodes = Nodes(transport, tuple(able), code=own_bundle().digest, python=python)
     installation = _Installation(
-        transport, folder, wheelhouse, into, able, _Arrivals(progress, len(able) * wheelhouse.size_bytes)
+        nodes, folder, wheelhouse, into, _Arrivals(progress, len(able) * wheelhouse.size_bytes)
     )
     outcomes = errors | everywhere(able, installation.on)
     return {host: outcomes[host] for host in hosts}
@@ -100,26 +84,15 @@ def _require_sizes(folder: Path, wheelhouse: Wheelhouse) -> None:
             )
 
 
-def _pythons(
-    transport: Transport, hosts: Sequence[str], version: str
-) -> tuple[dict[str, str], dict[str, Installed | HostError]]:
-    """Return the path of a suitable Python on each host that has one, and the errors of the others."""
-    own = [str(Path(sys.executable).resolve())] if version == this_python() else []
-    command = ["sh", "-c", _FIND_PYTHON, "sh", *own, f"python{version}", "python3"]
-    pythons, errors = dict[str, str](), dict[str, Installed | HostError]()
-    questions = dict.fromkeys(hosts, FindPython(version))
-    for host, found in ask(transport, command, questions, FoundPython, _PROBE_SECONDS).items():
-        if isinstance(found, HostError):
-            errors[host] = found
-        elif found.path is not None:
-            pythons[host] = found.path
-        else:
-            errors[host] = RemoteFailed(
-                f"{host}: there is no Python {version} with its venv module on the PATH of ssh commands. Install both "
-                f"there (Debian and Ubuntu: the packages python{version} and python{version}-venv)",
-                [host],
-            )
-    return pythons, errors
+def _python(version: str) -> list[str]:
+    """Return the command of a Python of this version, with which hosts can make environments."""
+    missing = Failure(
+        HostMisconfigured.__name__,
+        f"there is no Python {version} with its venv module on the PATH of ssh commands. Install both there (Debian "
+        f"and Ubuntu: the packages python{version} and python{version}-venv)",
+    )
+    own = str(Path(sys.executable).resolve()) if version == this_python() else ""
+    return ["sh", "-c", _FIND_PYTHON, "sh", version, own, encode(missing).decode("ascii")]
 
 
 @dataclass
@@ -141,17 +114,14 @@ class _Arrivals:
 
 @dataclass
 class _Installation:
-    transport: Transport
+    nodes: Nodes
     folder: Path
     wheelhouse: Wheelhouse
     into: Path
-    pythons: Mapping[str, str]
-    """The Python of each host."""
     arrivals: _Arrivals
 
     def on(self, host: str, connections: Connections) -> Installed:
         """Install on one host. Raises HostError."""
-        nodes = Nodes(self.transport, (host,), code=own_bundle().digest, python=self.pythons[host])
         wheels = self.wheelhouse.wheels
         request = Install(
             self.into,
@@ -159,7 +129,7 @@ class _Installation:
             tuple(Wanted.of(wheel.name, wheel) for wheel in wheels),
             sum(wheel.unpacked_bytes for wheel in wheels),
         )
-        with conversation(nodes, host, request, connections, _DEADLINE_SECONDS) as node:
+        with conversation(self.nodes, host, request, connections, _DEADLINE_SECONDS) as node:
             return self._serve(node, host)
 
     def _serve(self, node: Channel, host: str) -> Installed:

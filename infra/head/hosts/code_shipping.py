@@ -6,13 +6,12 @@ is always the same text; the digest and the code are sent on its stdin.
 
 import logging
 import os
-import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from infra.head.hosts.nodes import Nodes, ask, module_path
+from infra.head.hosts.nodes import OWN_PYTHON, Nodes, ask, module_path
 from infra.head.hosts.ssh import Ssh, Transport
 from infra.node import code_receiver
 from infra.node.code_bundle import own_bundle
@@ -23,7 +22,7 @@ from t5train.spec import ClusterSpec, MachinesSpec
 
 # Isolated and without site-packages: nothing that is installed there affects how the code is received.
 _RECEIVE = ["-I", "-S", "-X", "utf8", "-c", Path(code_receiver.__file__).read_text("utf-8")]
-COMMAND = [sys.executable, *_RECEIVE]
+COMMAND = [*OWN_PYTHON, *_RECEIVE]
 _SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
@@ -38,13 +37,13 @@ def path_to(code: str | None) -> dict[str, str]:
     return {} if code is None else {"PYTHONPATH": module_path(code)}
 
 
-def ship(transport: Transport, hosts: Iterable[str], python: str | None = None) -> dict[str, HostError]:
+def ship(transport: Transport, hosts: Iterable[str], python: Sequence[str] = OWN_PYTHON) -> dict[str, HostError]:
     """Send the code of this process to the hosts that lack it; returns the errors of those that still lack it.
 
-    On all other hosts, the folder of the code (see ``module_path``) then exists and is complete. ``python`` is the path
-    of Python there (None: the same as here).
+    On all other hosts, the folder of the code (see ``module_path``) then exists and is complete. ``python`` is the
+    command of Python there.
     """
-    command = COMMAND if python is None else [python, *_RECEIVE]
+    command = [*python, *_RECEIVE]
     asked = _ask(transport, hosts, b"", command)
     lacking = [host for host, held in asked.items() if held is False]
     sent = _ask(transport, lacking, own_bundle().content, command)

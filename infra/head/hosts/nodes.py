@@ -51,6 +51,8 @@ _READ_BYTES = 1 << 16
 _POLL_SECONDS = 0.25
 _OWN = Path(__file__).resolve().parents[3]
 _CHECK = Path(private_code.__file__).read_text("utf-8")
+OWN_PYTHON = (sys.executable,)
+"""The command of Python on hosts where it is at the same path as here."""
 END_SECONDS = 5.0
 """How long to wait for the exit code of a command whose connection has ended."""
 
@@ -255,16 +257,15 @@ def module_path(code: str | None) -> str:
     return os.pathsep.join(places)
 
 
-def node_command(action: str, code: str | None, python: str | None = None) -> list[str]:
+def node_command(action: str, code: str | None, python: Sequence[str] = OWN_PYTHON) -> list[str]:
     """Return the command that runs an action of ``infra.node`` on a node, with ``module_path(code)``.
 
-    ``python`` is the path of Python there (None: the same as here). Before it runs shipped code, the command checks
-    that only this user can have written the folder of that code.
+    ``python`` is the command of Python there. Before it runs shipped code, the command checks that only this user can
+    have written the folder of that code.
     """
     path = [f"PYTHONPATH={module_path(code)}"] if module_path(code) else []
-    python = python or sys.executable
-    check = [] if code is None else [python, "-I", "-S", "-c", _CHECK, str(code_folder(code))]
-    return [*check, "env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", *path, python, "-m", "infra.node", action]
+    check = [] if code is None else [*python, "-I", "-S", "-c", _CHECK, str(code_folder(code))]
+    return [*check, "env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", *path, *python, "-m", "infra.node", action]
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,7 @@ class Nodes:
 
     ``scratch`` is the scratch folder (None: each host's default). ``code`` is the digest of the shipped code (None: the
     code is installed on the hosts). ``owner`` is the unique id of the run whose files the requests read and write.
-    ``python`` is the path of Python on the hosts (None: the same as here).
+    ``python`` is the command of Python on the hosts.
     """
 
     transport: Transport
@@ -281,7 +282,7 @@ class Nodes:
     scratch: Path | None = None
     code: str | None = None
     owner: str | None = None
-    python: str | None = None
+    python: Sequence[str] = OWN_PYTHON
 
     def on(self, *hosts: str) -> Self:
         """Return a copy for these hosts only."""

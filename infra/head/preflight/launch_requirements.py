@@ -1,12 +1,13 @@
 """What a launch requires of its hosts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from infra.head.hosts.code_shipping import path_to, shipped_code
 from infra.head.hosts.hostfile import Hosts
+from infra.head.hosts.nodes import OWN_PYTHON
 from infra.node.attempts.rank_environment import settings_of_head
 from infra.node.attempts.shared_memory import RANK_BYTES
 from infra.node.inspection.hardware import CPU
@@ -54,8 +55,8 @@ class LaunchRequirements:
     master_address: str | None = None
     master_port: int | None = None
     launcher: str = "pdsh"
-    python: str | None = None
-    """Path of Python on the hosts, for checks before a run; None if it is the same as here, as launches need it."""
+    python: Sequence[str] = OWN_PYTHON
+    """Command of Python on the hosts, for checks before a run; launches need it at the same path as here."""
 
     @classmethod
     def of_run(
