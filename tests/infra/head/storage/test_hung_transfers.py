@@ -78,6 +78,6 @@ def test_a_host_that_reads_no_more_of_a_transfer_still_gets_the_renewals_of_all_
             hosts.ended.touch()
             session.close()
             session.join()
-            claim.end()
+            claim.release()
         with pytest.raises(HostError):
             transfer.result()
