@@ -42,9 +42,9 @@ os.environ[VARIABLE] = str(operator_folder())
 
 def train_with_kills(site: Site, folder: Path, seed: int, kills: int) -> Tally:
     """Train the run to its end, with kills during saves."""
-    seconds, saved = train_undisturbed(_open(site.in_folder(folder / "undisturbed")))
+    seconds, saved = train_undisturbed(open_site(site.in_folder(folder / "undisturbed")))
     tally = Tally("save", seconds, seed)
-    kill_saves(_open(site), saved, tally, kills)
+    kill_saves(open_site(site), saved, tally, kills)
     finish(site)
     tally.record_faults("at the end", {"different result": different_saves(site, saved)})
     print(tally.row(), flush=True)
@@ -77,7 +77,8 @@ def kill_all(folder: Path, seed: int, kills: int, recipe: str, *, lora: bool) ->
     return tallies
 
 
-def _open(site: Site) -> Site:
+def open_site(site: Site) -> Site:
+    """Begin the site's run, and return the site."""
     open_run(site.spec, site.shards)
     return site
 
