@@ -63,9 +63,13 @@ def layer(module: str) -> str:
 
 
 MODULES = {module_name(path): path for top in LAYERS for path in sorted((ROOT / top).rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text("utf-8"), str(path)) for name, path in MODULES.items()}
 LIBRARY = [name for name in MODULES if layer(name) in {"t5train", "infra"}]
 RUNNABLE = [name for name in MODULES if not name.endswith("__main__")]
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text("utf-8"), name)
 
 
 @cache
@@ -75,7 +79,7 @@ def imported(name: str) -> list[str]:
 
 
 def _imported(name: str) -> Iterator[str]:
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -138,22 +142,22 @@ def is_standard(module: str) -> bool:
     return module.partition(".")[0] in sys.stdlib_module_names
 
 
-def imports_of(tree: ast.Module) -> Iterator[tuple[str, bool]]:
+def imports_of(module: ast.Module) -> Iterator[tuple[str, bool]]:
     """Names that a module imports, each with whether the import is at its top. Omits typing-only imports."""
     nested = {
         id(node)
-        for top in tree.body
+        for top in module.body
         for node in ast.walk(top)
         if isinstance(top, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
     typing_only = {
         id(node)
-        for top in tree.body
+        for top in module.body
         if isinstance(top, ast.If) and ast.unparse(top.test) == "TYPE_CHECKING"
         for statement in top.body
         for node in ast.walk(statement)
     }
-    for node in ast.walk(tree):
+    for node in ast.walk(module):
         if id(node) in typing_only:
             continue
         if isinstance(node, ast.Import):
@@ -178,7 +182,7 @@ def test_code_that_runs_on_nodes_needs_only_the_standard_library() -> None:
         and (
             found := {
                 module
-                for module, at_top in imports_of(TREES[name])
+                for module, at_top in imports_of(tree(name))
                 if not is_standard(module)
                 and not is_on_nodes(module)
                 and (at_top or not module.startswith(tuple(LAZY_IMPORTS.get(name, ()))))
@@ -199,11 +203,11 @@ def test_no_package_has_too_many_modules() -> None:
 
 def test_every_package_docstring_says_what_belongs_elsewhere() -> None:
     packages = [name for name, path in MODULES.items() if path.stem == "__init__"]
-    assert not [name for name in packages if "Not here:" not in (ast.get_docstring(TREES[name]) or "")]
+    assert not [name for name in packages if "Not here:" not in (ast.get_docstring(tree(name)) or "")]
 
 
 def test_every_module_has_a_docstring_a_specific_name_and_few_lines() -> None:
-    assert not [name for name in MODULES if not ast.get_docstring(TREES[name])], "these have no docstring"
+    assert not [name for name in MODULES if not ast.get_docstring(tree(name))], "these have no docstring"
     assert not [name for name, path in MODULES.items() if path.stem in VAGUE_NAMES]
     paths = MODULES | {str(path): path for path in (ROOT / "tests").rglob("*.py")}
     lines = {name: len(path.read_text("utf-8").splitlines()) for name, path in paths.items()}
@@ -211,10 +215,10 @@ def test_every_module_has_a_docstring_a_specific_name_and_few_lines() -> None:
     assert not too_long, "split each of these modules"
 
 
-def module_state(tree: ast.Module) -> Iterator[str]:
+def module_state(module: ast.Module) -> Iterator[str]:
     """Statements that keep state between calls: ``global``, context variables, and initially empty containers."""
-    yield from (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Global))
-    for node in tree.body:
+    yield from (ast.unparse(node) for node in ast.walk(module) if isinstance(node, ast.Global))
+    for node in module.body:
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
         if isinstance(value, ast.Call):
             name = ast.unparse(value.func).partition("[")[0].rpartition(".")[2]
@@ -226,7 +230,7 @@ def module_state(tree: ast.Module) -> Iterator[str]:
 
 
 def test_no_module_keeps_state() -> None:
-    kept = {name: list(module_state(TREES[name])) for name in MODULES}
+    kept = {name: list(module_state(tree(name))) for name in MODULES}
     assert not {name: state for name, state in kept.items() if state}, (
         "keep this state in an object, and pass the object on"
     )
@@ -237,9 +241,9 @@ def test_module_state_is_detected(code: str) -> None:
     assert list(module_state(ast.parse(code)))
 
 
-def device_bound(tree: ast.AST) -> Iterator[int]:
+def device_bound(module: ast.AST) -> Iterator[int]:
     """Lines that work with one vendor's accelerators only, unlike the accelerator interfaces of DeepSpeed and torch."""
-    for node in ast.walk(tree):
+    for node in ast.walk(module):
         if isinstance(node, ast.Attribute) and node.attr == "cuda":
             yield node.lineno
         if isinstance(node, ast.Import | ast.ImportFrom) and "torch.cuda" in ast.unparse(node):
@@ -249,7 +253,7 @@ def device_bound(tree: ast.AST) -> Iterator[int]:
 
 
 def test_the_library_is_not_bound_to_one_vendors_accelerators() -> None:
-    bound = {name: list(device_bound(TREES[name])) for name in LIBRARY}
+    bound = {name: list(device_bound(tree(name))) for name in LIBRARY}
     assert not {name: lines for name, lines in bound.items() if lines}
 
 
@@ -278,6 +282,7 @@ def import_without(run_python: RunPython, blocked: str, modules: list[str]) -> N
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_the_library_can_be_imported_without_prefect_and_without_triton(run_python: RunPython) -> None:
     modules = [name for name in LIBRARY if name in RUNNABLE and not name.startswith(KERNELS)]
     import_without(run_python, "prefect,triton", modules)
