@@ -3,11 +3,13 @@
 import atexit
 import fcntl
 import gc
+import itertools
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -73,18 +75,28 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked gpu or cluster, with the reason, if this machine cannot run them; put the slow files first.
 
-    Then no worker has a long file left when the others have none. Tests are shuffled instead if that is asked for.
+    Tests are shuffled instead if that is asked for.
     """
     if (seed := config.getoption("--shuffle")) is not None:
         _shuffle(items, Random(seed))
     else:
-        slow = {item.path for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: item.path not in slow)
+        _put_slow_files_first(items)
     for marker, missing in (("gpu", _why_no_accelerator), ("cluster", namespaces.what_is_missing)):
         marked = [item for item in items if item.get_closest_marker(marker)]
         if marked and (reason := missing()):
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=f"{marker}: {reason}"))
+
+
+def _put_slow_files_first(items: list[pytest.Item]) -> None:
+    """Then no worker has a long file left when the others have none.
+
+    Folders take turns, because files of some mostly wait for servers, and those of others compute.
+    """
+    slow = dict.fromkeys(item.path for item in items if item.get_closest_marker("slow"))
+    counts = defaultdict[str, Iterator[int]](itertools.count)
+    turns = {path: next(counts[path.relative_to(GOLDEN.parent).parts[0]]) for path in slow}
+    items.sort(key=lambda item: turns.get(item.path, len(slow)))
 
 
 def _shuffle(items: list[pytest.Item], random: Random) -> None:
