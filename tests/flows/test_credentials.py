@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,7 +27,7 @@ SETTINGS = TINY | {
     "storage.validate_every_steps": 20,
     "cluster.ranks": 1,
 }
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.2
 RUN_SECONDS = 900
 
 
@@ -60,12 +61,13 @@ def files_with(content: bytes, folder: Path) -> list[Path]:
 
 
 def test_a_published_run_leaves_its_credentials_nowhere(
-    s3: ObjectServer, destination: str, reader: Reader, tmp_path: Path
+    s3: ObjectServer, destination: str, reader: Reader, tmp_path: Path, new_home: Callable[[Path], Path]
 ) -> None:
     key, secret = (s3.environment[f"AWS_{name}"].encode() for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"))
     root, prefect, temporary = (tmp_path / name for name in ("root", "prefect", "tmp"))
     for folder in (root, prefect, temporary):
         folder.mkdir()
+    new_home(root / "prefect")
     changes = SETTINGS | {
         "corpus.source": str(write_jsonl(tmp_path / "text.jsonl", 400)),
         "storage.publish_to": f"{destination}/model",

@@ -18,7 +18,7 @@ from t5train.records.witness import Witness
 from t5train.spec import RunSpec
 from tests.support.training.launched import spec_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_ranks")]
 
 
 def trained(spec: RunSpec, shards: PairShards) -> Checkpoint:

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -15,9 +15,12 @@ import pytest
 from t5train.inference.predict.prediction import PredictJob, predict
 from t5train.inference.predict.predictions import PREDICTIONS
 from t5train.inference.text.decoding import GenerationSpec
+from tests.support.prepared_python import prepared_python
 from tests.support.waiting import await_that
 
 ROWS = 600
+PYTHON = sys.executable
+"""The real one, for processes that are killed as a group: those of ``quick_predictors`` have sessions of their own."""
 PREDICT = """
 import sys
 from pathlib import Path
@@ -44,9 +47,19 @@ def job(model: Path, tmp_path: Path) -> Callable[[str, int], PredictJob]:
     return job
 
 
+@pytest.fixture
+def quick_predictors(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Import once what the processes of this test import, which takes longer than what they compute."""
+    modules = ["t5train.inference.predict.prediction_worker", "transformers.models.auto.modeling_auto"]
+    modules += ["transformers.models.auto.tokenization_auto", "transformers.models.t5.modeling_t5"]
+    with prepared_python(tmp_path_factory.mktemp("python"), modules, {}) as python:
+        monkeypatch.setattr(sys, "executable", python)
+        yield
+
+
 def _begin(job: PredictJob) -> "subprocess.Popen[bytes]":
     given = [job.model, *job.files, job.out, job.batch_tokens, job.processes]
-    return subprocess.Popen([sys.executable, "-c", PREDICT, *map(str, given)], start_new_session=True)
+    return subprocess.Popen([PYTHON, "-c", PREDICT, *map(str, given)], start_new_session=True)
 
 
 def _has_parts(job: PredictJob, least: int, process: "subprocess.Popen[bytes]") -> bool:
@@ -54,6 +67,7 @@ def _has_parts(job: PredictJob, least: int, process: "subprocess.Popen[bytes]") 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_predictors")
 def test_one_process_three_and_killed_ones_give_the_same_bytes(
     job: Callable[[str, int], PredictJob], request: pytest.FixtureRequest
 ) -> None:
