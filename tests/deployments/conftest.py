@@ -22,7 +22,6 @@ import pytest
 from websockets.sync.client import ClientConnection, connect
 
 from tests.support import prefect_servers, team_servers
-from tests.support.waiting import await_that
 
 SHADOWS = ("flows", "json", "uvicorn")
 Deployed = Callable[..., dict[str, dict[str, Any]]]
@@ -245,26 +244,12 @@ def flow_process() -> Iterator[FlowProcess]:
 
 
 @pytest.fixture(scope="module")
-def postgresql() -> Iterator[Callable[[str], str]]:
-    """The URL of a database of a private PostgreSQL, for a password."""
-    with team_servers.postgresql() as url_with:
-        yield url_with
-
-
-@pytest.fixture(scope="module")
-def team(postgresql: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[team_servers.Team]:
-    """A team's server that has been restarted after the deployments were created and the first runs were scheduled."""
-    team = team_servers.Team(tmp_path_factory.mktemp("team"), postgresql(team_servers.HIDDEN))
+def team(new_home: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[team_servers.Team]:
+    """A team's server with the deployments, on SQLite. test_team_server.py has one on PostgreSQL."""
+    team = team_servers.Team(tmp_path_factory.mktemp("team"), None)
+    new_home(team.home)
     with team.running():
         team.call("deploy", "--root", str(team.root))
-        (smoke,) = team.ask("deployments/filter", {"deployments": {"name": {"any_": ["smoke"]}}})
-        monthly = {"schedule": {"cron": "0 0 1 * *"}, "active": True}
-        team.ask(f"deployments/{smoke['id']}/schedules", [monthly])
-        await_that(lambda: bool(team.scheduled()))
-        key = (team.home / "api-key").read_text()
-    with team.running():
-        assert (team.home / "api-key").read_text() == key
-        team.scheduled_after_restart = team.scheduled()
         yield team
 
 

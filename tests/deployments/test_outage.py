@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 QUICK = {"PREFECT_WORKER_QUERY_SECONDS": "0.2", "PREFECT_CLIENT_MAX_RETRIES": "0"}
 """A worker that asks often, and once: Prefect's client repeats a request for a minute."""
-ENOUGH = 60
+ENOUGH = 30
 """Far more than it takes: Prefect's own worker exits after 12 failed requests, or when its key is rejected once."""
 
 

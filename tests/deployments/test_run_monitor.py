@@ -1,13 +1,11 @@
-"""Runs that lost their process are closed and resumed by the monitor of the worker that took them."""
+"""The monitor of a worker closes and resumes the runs that lost their process, and skips late ones of schedules."""
 
 import itertools
 import json
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,8 @@ from flows.workers.abandoned import AWAITING, WORKER_LABEL
 from flows.workers.lost_runs import LOST
 from flows.workers.run_monitor import MOST_RESUMES, NOT_RESUMED, RESUMES_LABEL
 from flows.workers.run_records import RESTORED, folder_of, worker_name
-from infra.node import processes
 from t5train.files.run_folder import LAST_COMPLETE, RUNS
-from tasks.stages import CORPUS, SHARDS, TOKENIZER, TRAIN
-from tests.support import paced_training
-from tests.support.generated_text import TINY, write_jsonl
-from tests.support.team_servers import Team, worker
+from tests.support.team_servers import Team
 from tests.support.waiting import await_that
 
 pytestmark = pytest.mark.slow
@@ -34,7 +28,7 @@ import json, sys
 from datetime import timedelta
 from flows.server.prefect_server import configured_api_url
 configured_api_url()
-from flows.workers import abandoned, cancelled_runs, lost_runs
+from flows.workers import abandoned, cancelled_runs, lost_runs, run_monitor
 from flows.workers.run_monitor import RunMonitor
 
 TIMES = {
@@ -44,6 +38,7 @@ TIMES = {
         (cancelled_runs, "SAVE_SECONDS", 3.0),
         (abandoned, "_START_TIME", timedelta(0)),
         (lost_runs, "FORGOTTEN_AFTER", timedelta(seconds=40)),
+        (run_monitor, "SKIP_AFTER", timedelta(0)),
     ],
 }
 usual = [(module, name, getattr(module, name)) for times in TIMES.values() for module, name, _ in times]
@@ -186,7 +181,7 @@ def test_a_silent_run_of_a_machine_that_is_down_is_lost_even_if_the_servers_auto
         return bool(team.run(silent)["state_name"] == LOST)
 
     assert not is_lost(), "it may have been silent for a moment only"
-    await_that(is_lost, seconds=300)
+    await_that(is_lost, seconds=300, every=2.0)  # each time, the server answers a dozen requests
     assert [team.run(run)["state_name"] for run in (reporting, mine)] == ["Running", "Running"]
     for run in (silent, reporting, mine):
         team.set_state(run, "CANCELLED")
@@ -351,39 +346,22 @@ def test_a_lost_run_that_was_not_running_gets_its_state_back(
     team.set_state(run, "CANCELLED")
 
 
-def test_a_run_whose_machine_died_continues_from_its_checkpoint_when_the_worker_is_back(
-    team: Team, tmp_path: Path
-) -> None:
-    text = write_jsonl(tmp_path / "text.jsonl", 400)
-    steps = {"optimizer.num_steps": 40, "storage.validate_every_steps": 40, "storage.checkpoint_every_steps": 5}
-    settings = TINY | steps | {"corpus.source": str(text)}
-    parameters = {"recipe": "smoke", "root": str(tmp_path), "settings": settings, "run_name": "one"}
-    run = team.start("SCHEDULED", parameters=parameters)
-    # The ranks sleep in each step, so that the run still trains when it is killed, soon after its first checkpoint.
-    with worker(team, **paced_training.environment_of(tmp_path / "paces")) as process:
-        checkpoint = tmp_path / RUNS / "one" / LAST_COMPLETE
-        await_that(lambda: checkpoint.exists() or team.run(run)["state_type"] == "FAILED")
-        flow = int(team.run(run)["infrastructure_pid"])
-        heartbeats = processes.variable(flow, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY")
-        assert heartbeats == "30", "ten are missing before the automation marks a run as lost"
-        children = processes.find(processes.child_of(process.pid))
-        for pid in (process.pid, *children, flow):
-            with suppress(ProcessLookupError):  # it has ended with the one before
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
-    assert team.run(run)["state_type"] == "RUNNING"
-    with worker(team) as process:
-        assert process.stdout is not None
-        assert "run 'one' lost its worker" in process.stdout.readline()
-        await_that(lambda: team.run(run)["state_type"] not in ("RUNNING", "PENDING", "SCHEDULED", "CRASHED"))
-        children = processes.find(processes.child_of(process.pid))
-    assert not children & processes.find(lambda pid: pid in children)
-    found = team.run(run)
-    assert (found["state_type"], found["run_count"]) == ("COMPLETED", 2)
-    is_its_table = {"key": {"any_": ["stages"]}, "flow_run_id": {"any_": [run]}}
-    tables = team.ask("artifacts/filter", {"artifacts": is_its_table})
-    stages = max((json.loads(table["data"]) for table in tables), key=len)  # that of the second attempt
-    results = {row["stage"]: row["result"] for row in stages}
-    assert [results[each.title] for each in (CORPUS, TOKENIZER, SHARDS, TRAIN)] == ["reused"] * 3 + ["made"]
-    steps = [json.loads(line)["step"] for line in (tmp_path / RUNS / "one" / "metrics.jsonl").read_text().splitlines()]
-    assert steps.count(1) == 1
+def test_a_late_run_of_a_schedule_is_skipped_unless_it_has_started_before(team: Team, monitor: Monitor) -> None:
+    (nightly,) = team.ask("deployments/filter", {"deployments": {"name": {"any_": ["nightly"]}}})
+    of_schedule = {"deployments": {"id": {"any_": [nightly["id"]]}}}
+    schedule = f"deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}"
+    team.ask(schedule, {"active": True, "schedule": {"interval": 5}}, method="PATCH")
+    try:
+        assert monitor("t5@late")("skip_late") == [], "none is an hour late"
+        await_that(lambda: team.ask("flow_runs/filter", of_schedule))
+        crashed = min(team.ask("flow_runs/filter", of_schedule), key=lambda run: run["expected_start_time"])["id"]
+        team.set_state(crashed, "RUNNING")
+        team.set_state(crashed, "SCHEDULED", name=AWAITING)
+        skipped, call = list[str](), monitor("t5@late", "impatient")
+        await_that(lambda: skipped.extend(call("skip_late")) or skipped)
+    finally:
+        team.ask(schedule, {"active": False}, method="PATCH")
+    assert "of a schedule was due at" in skipped[0]
+    assert team.run(crashed)["state_name"] == AWAITING
+    of_nightly = team.ask("flow_runs/filter", of_schedule)
+    assert {each["state_name"] for each in of_nightly if each["state_type"] == "CANCELLED"} == {"Skipped"}

@@ -1,12 +1,14 @@
 """A team's server on PostgreSQL, and its worker, as their systemd units start them."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,7 +20,10 @@ import pytest
 
 from flows.deployment.notifications import PREFIX, STATES, WEBHOOK_VARIABLE
 from flows.server.team_server import DATABASE_VARIABLE
-from t5train.files.run_folder import PUBLISHED, RUNS
+from infra.node import processes
+from t5train.files.run_folder import LAST_COMPLETE, PUBLISHED, RUNS
+from tasks.stages import CORPUS, SHARDS, TOKENIZER, TRAIN
+from tests.support import paced_training, team_servers
 from tests.support.generated_text import TINY, write_jsonl
 from tests.support.team_servers import BIN, HIDDEN, UNITS, Team, environment, exec_start, worker
 from tests.support.waiting import await_that
@@ -33,6 +38,30 @@ from flows.deployment.notifications import notify, webhook_url
 
 asyncio.run(notify(webhook_url()))
 """
+
+
+@pytest.fixture(scope="module")
+def postgresql() -> Iterator[Callable[[str], str]]:
+    """The URL of a database of a private PostgreSQL, for a password."""
+    with team_servers.postgresql() as url_with:
+        yield url_with
+
+
+@pytest.fixture(scope="module")
+def team(postgresql: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
+    """A team's server that has been restarted after the deployments were created and the first runs were scheduled."""
+    team = Team(tmp_path_factory.mktemp("team"), postgresql(HIDDEN))
+    with team.running():
+        team.call("deploy", "--root", str(team.root))
+        (smoke,) = team.ask("deployments/filter", {"deployments": {"name": {"any_": ["smoke"]}}})
+        monthly = {"schedule": {"cron": "0 0 1 * *"}, "active": True}
+        team.ask(f"deployments/{smoke['id']}/schedules", [monthly])
+        await_that(lambda: bool(team.scheduled()))
+        key = (team.home / "api-key").read_text()
+    with team.running():
+        assert (team.home / "api-key").read_text() == key
+        team.scheduled_after_restart = team.scheduled()
+        yield team
 
 
 @pytest.mark.parametrize("unit", ["server", "worker"])
@@ -132,24 +161,54 @@ def test_failed_crashed_and_late_runs_are_posted_once(team: Team) -> None:
     assert team.ask("block_documents/filter", {}) == []
 
 
-def test_a_schedule_fires_at_its_time_and_its_run_is_published(team: Team, tmp_path: Path) -> None:
+def test_a_scheduled_run_continues_from_its_checkpoint_when_its_dead_machine_is_back_and_is_published(
+    team: Team, tmp_path: Path
+) -> None:
     (smoke,) = team.ask("deployments/filter", {"deployments": {"name": {"any_": ["smoke"]}}})
-    few = {"optimizer.num_steps": 20, "storage.checkpoint_every_steps": 20, "storage.validate_every_steps": 20}
-    settings = TINY | few | {"cluster.ranks": 1} | {"corpus.source": str(write_jsonl(tmp_path / "text.jsonl", 400))}
-    parameters = {"root": str(tmp_path), "run_name": "scheduled", "settings": settings}
-    with worker(team):
+    steps = {"optimizer.num_steps": 40, "storage.validate_every_steps": 40, "storage.checkpoint_every_steps": 5}
+    steps |= {"optimizer.global_batch_sequences": 8, "layout.micro_batch_sequences": 8}
+    settings = TINY | steps | {"cluster.ranks": 1, "corpus.source": str(write_jsonl(tmp_path / "text.jsonl", 400))}
+    parameters = {"root": str(tmp_path), "run_name": "one", "settings": settings}
+    # The rank sleeps in each step, so that the run still trains when it is killed, soon after its first checkpoint.
+    with worker(team, **paced_training.environment_of(tmp_path / "paces")) as process:
         at = datetime.now(UTC) + timedelta(seconds=30)  # ample: the scheduler looks every two seconds
-        schedule = {
-            "schedule": {"interval": 86400, "anchor_date": at.isoformat()},
-            "active": True,
-            "parameters": parameters,
-        }
+        when = {"interval": 86400, "anchor_date": at.isoformat()}
+        schedule = {"schedule": when, "active": True, "parameters": parameters}
         (created,) = team.ask(f"deployments/{smoke['id']}/schedules", [schedule])
-        await_that((tmp_path / RUNS / "scheduled" / PUBLISHED).exists)
         is_ours = {"tags": {"all_": ["auto-scheduled"]}, "expected_start_time": {"before_": at.isoformat()}}
-        runs = {"flow_runs": is_ours, "deployments": {"id": {"any_": [smoke["id"]]}}}
-        await_that(lambda: [each["state_type"] for each in team.ask("flow_runs/filter", runs)] == ["COMPLETED"])
-    (run,) = team.ask("flow_runs/filter", runs)
-    # Prefect drops the fraction of the second that a run should still wait.
-    assert datetime.fromisoformat(run["start_time"]) > at - timedelta(seconds=1)
+        ours = {"flow_runs": is_ours, "deployments": {"id": {"any_": [smoke["id"]]}}}
+        checkpoint = tmp_path / RUNS / "one" / LAST_COMPLETE
+
+        def states() -> list[str]:
+            return [each["state_type"] for each in team.ask("flow_runs/filter", ours)]
+
+        await_that(lambda: checkpoint.exists() or "FAILED" in states())
+        (found,) = team.ask("flow_runs/filter", ours)
+        run, flow = found["id"], int(found["infrastructure_pid"])
+        # Prefect drops the fraction of the second that a run should still wait.
+        assert datetime.fromisoformat(found["start_time"]) > at - timedelta(seconds=1)
+        heartbeats = processes.variable(flow, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY")
+        assert heartbeats == "30", "ten are missing before the automation marks a run as lost"
+        children = processes.find(processes.child_of(process.pid))
+        for pid in (process.pid, *children, flow):
+            with suppress(ProcessLookupError):  # it has ended with the one before
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+    assert team.run(run)["state_type"] == "RUNNING"
+    with worker(team) as process:
+        assert process.stdout is not None
+        assert "run 'one' lost its worker" in process.stdout.readline()
+        await_that(lambda: team.run(run)["state_type"] not in ("RUNNING", "PENDING", "SCHEDULED", "CRASHED"))
+        children = processes.find(processes.child_of(process.pid))
+    assert not children & processes.find(lambda pid: pid in children)
+    found = team.run(run)
+    assert (found["state_type"], found["run_count"]) == ("COMPLETED", 2)
+    assert (tmp_path / RUNS / "one" / PUBLISHED).exists()
+    is_its_table = {"key": {"any_": ["stages"]}, "flow_run_id": {"any_": [run]}}
+    tables = team.ask("artifacts/filter", {"artifacts": is_its_table})
+    stages = max((json.loads(table["data"]) for table in tables), key=len)  # that of the second attempt
+    results = {row["stage"]: row["result"] for row in stages}
+    assert [results[each.title] for each in (CORPUS, TOKENIZER, SHARDS, TRAIN)] == ["reused"] * 3 + ["made"]
+    steps = [json.loads(line)["step"] for line in (tmp_path / RUNS / "one" / "metrics.jsonl").read_text().splitlines()]
+    assert steps.count(1) == 1
     team.ask(f"deployments/{smoke['id']}/schedules/{created['id']}", {}, method="DELETE")
