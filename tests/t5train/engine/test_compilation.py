@@ -44,9 +44,7 @@ def test_every_sublayer_without_experts_is_compiled(settings: dict[str, Any], ex
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["rows", "slots"])
 def test_blocks_that_sort_tokens_are_compiled_whole_and_once(dispatch: Literal["rows", "slots"]) -> None:
-    spec = ModelSpec.model_validate(
-        {"preset": "smoke", "version": "v1.0", "num_layers": 4, "num_decoder_layers": 4, "moe": {"num_experts": 4}}
-    )
+    spec = ModelSpec.model_validate({"preset": "smoke", "version": "v1.0", "moe": {"num_experts": 4}})
     model = T5(resolve(spec, 300), decoder_start_id=0).bfloat16().train()
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0, 0.05)
@@ -60,7 +58,7 @@ def test_blocks_that_sort_tokens_are_compiled_whole_and_once(dispatch: Literal["
     with torch.compiler.set_stance("force_eager"):
         assert compiled == pytest.approx(_train(model, seed=2), rel=0.02)
     counted = [int(layer.tokens.sum()) for _, layer in model.sparse_layers()]
-    assert counted == [3 * 4 * length for length in (64, 64, 20, 20)]
+    assert counted == [3 * 4 * length for length in (64, 20)]
 
 
 def _train(model: Any, seed: int) -> float:
@@ -95,11 +93,9 @@ def test_hooks_that_gather_a_block_are_not_compiled_with_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_rows_of_pairs_with_dropout_compile_to_one_graph(recomputed: bool) -> None:
+def test_rows_of_pairs_with_dropout_compile_to_one_graph_though_they_are_recomputed() -> None:
     model = make_model("gated, tied", dropout_rate=0.1)
-    if recomputed:
-        checkpoint_activations(model)
+    checkpoint_activations(model)
     plain = _train_pairs(model, seed=1)
     model.compile(backend="aot_eager", fullgraph=True)
     assert _train_pairs(model, seed=1) == pytest.approx(plain, rel=1e-6)
