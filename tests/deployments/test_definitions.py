@@ -146,26 +146,20 @@ def test_defaults_of_deployments_are_kept_until_they_are_changed(deployer: Deplo
     assert deployer.found()["moe"]["parameters"].keys() == {"recipe", "root"}
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
+def test_defaults_that_no_run_could_begin_with_are_refused_and_change_nothing(deployer: Deployer) -> None:
+    with_secret = {"corpus.mixed_with": ["a.txt", "https://user:secret@127.0.0.1/text"]}
+    wrong: list[tuple[dict[str, object], str]] = [
         ({"corpus": "/no such folder/nothing.txt"}, "nothing.txt"),
         ({"hostfile": "/no such file"}, "/no such file"),
         ({"deployed_settings": {"optimizer.sead": 7}}, "did you mean 'optimizer.seed'"),
         ({"corpus": "https://user:secret@127.0.0.1/text"}, "--corpus has a password"),
-        (
-            {"deployed_settings": {"corpus.mixed_with": ["a.txt", "https://user:secret@127.0.0.1/text"]}},
-            "corpus.mixed_with has a password",
-        ),
+        ({"deployed_settings": with_secret}, "corpus.mixed_with has a password"),
         ({"deployed_settings": {"corpus.source": "s3://key@bucket/text"}}, "corpus.source has a password"),
-    ],
-)
-def test_defaults_that_no_run_could_begin_with_are_refused_and_change_nothing(
-    deployer: Deployer, given: dict[str, object], said: str
-) -> None:
+    ]
     deployer.deploy()
     before = deployer.found()
-    assert said in deployer.deploy(**given)["error"]
+    for given, said in wrong:
+        assert said in deployer.deploy(**given)["error"]
     assert deployer.found() == before
     assert deployer.deploy() == {}, "the defaults were kept"
 
@@ -246,22 +240,17 @@ def heartbeat(run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("parameters", "said"),
-    [
+def test_a_wrong_parameter_is_refused_when_the_run_is_created(deployer: Deployer) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"settings": {"optimizer.num_step": 5}}, "'optimizer.num_step' was unexpected"),
         ({"stepz": 5}, "'stepz' was unexpected"),
         ({"corpus": "https://user:secret@host/text"}, "does not match"),
-    ],
-)
-def test_a_wrong_parameter_is_refused_when_the_run_is_created(
-    deployer: Deployer, parameters: dict[str, Any], said: str
-) -> None:
+    ]
     deployer.deploy()
     moe = deployer.found()["moe"]["id"]
-    assert (
-        said in deployer.ask(f"deployments/{moe}/create_flow_run", {"parameters": parameters}, expected=409)["detail"]
-    )
+    for parameters, said in wrong:
+        answer = deployer.ask(f"deployments/{moe}/create_flow_run", {"parameters": parameters}, expected=409)
+        assert said in answer["detail"]
     assert deployer.ask("flow_runs/filter", {"deployments": {"id": {"any_": [moe]}}}) == []
 
 
