@@ -10,6 +10,8 @@ import torch
 from tests.support.training.launched import launch
 from tests.support.training.reduction_program import gradient_of, offsets_of
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 JOB = {"sizes": [7, 130, 1, 64, 31, 200], "own_sizes": [12, 5, 40], "passes": 3, "dtype": "fp32", "unused": []}
 JOBS: dict[str, dict[str, Any]] = {
