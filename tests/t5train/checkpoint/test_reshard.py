@@ -24,7 +24,6 @@ from tests.support.training.launched import Trained, spec_of, train
 pytestmark = pytest.mark.slow
 
 PAIRS = {  # layout of two ranks: layout of four ranks
-    "zero0-fp32": "zero3-fp32",
     "zero2-fp32-offload": "zero1-fp32",
     "zero1-bf16": "zero2-bf16",
     "zero3-bf16-offload": "zero0-bf16",

@@ -74,7 +74,7 @@ TOGETHER = {
     "2x2, ZeRO 3, unpacked, recomputed": _job(2, 2, 3, UNPACKED, True, **RECOMPUTED),
     "2x2, ZeRO 2, offload": _job(2, 2, 2, PACKED, True, **{"layout.offload": "optimizer"}),
     "2x2, ZeRO 3, offload": _job(2, 2, 3, PACKED, True, **{"layout.offload": "all"}),
-    **{f"2x2, ZeRO {stage}, LoRA": _job(2, 2, stage, PACKED, True, **LORA) for stage in range(4)},
+    **{f"2x2, ZeRO {stage}, LoRA": _job(2, 2, stage, PACKED, True, **LORA) for stage in (0, 1)},
     "2x2, ZeRO 3, LoRA, recomputed, offload": _job(
         *(2, 2, 3, UNPACKED, True), **LORA, **RECOMPUTED, **{"layout.offload": "all"}
     ),

@@ -2,7 +2,6 @@
 
 import json
 from base64 import b64encode
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +96,10 @@ def trained(
 ) -> Trained:
     root = tmp_path_factory.mktemp("trained") / "runs"
     given = {"vocabulary": b64encode((pydocs_tokenizer.path / "spiece.model").read_bytes()).decode()}
-    jobs = [job(f"zero{stage}", f"zero{stage}-fp32", settings, **given) for stage in range(4)]
-    patient = settings | {"evaluate.patience": 1}
-    jobs.append(job("patient", "zero1-fp32", patient, **given))
-    for step in (3, 6):
-        killed = {"killed": f"{root}/at-{step}", "resume_tag": tag_of(step)}
-        jobs.append(job(f"at-{step}", "zero1-fp32", settings, stop_at=step, **given))
-        jobs.append(job(f"resumed-{step}", "zero1-fp32", settings, **given, **killed))
+    jobs = [job(f"zero{stage}", f"zero{stage}-fp32", settings, **given) for stage in (1, 3)]
+    killed = {"killed": f"{root}/killed", "resume_tag": tag_of(6)}
+    jobs.append(job("killed", "zero1-fp32", settings, stop_at=6, **given))
+    jobs.append(job("resumed", "zero1-fp32", settings, **given, **killed))
     jobs.append(job("other-vocabulary", "zero1-fp32", settings, vocabulary=b64encode(b"other").decode()))
     jobs.append(job("little-memory", "zero1-fp32", settings, fault="too little memory to predict", **given))
     save_start(root / START)
@@ -129,9 +125,7 @@ def best_step(found: dict[int, float]) -> int:
     return min(found, key=lambda step: (-found[step], step))
 
 
-@pytest.mark.parametrize(
-    "name", [*(f"zero{stage}" for stage in range(4)), "one-rank", "little-memory", "lora1", "lora3"]
-)
+@pytest.mark.parametrize("name", ["zero1", "zero3", "one-rank", "little-memory", "lora1", "lora3"])
 @pytest.mark.filterwarnings("ignore:.*tie:UserWarning")
 def test_the_scores_are_those_of_plain_transformers_with_the_weights_of_each_checkpoint(
     trained: Trained,
@@ -169,12 +163,11 @@ def test_the_scores_are_those_of_plain_transformers_with_the_weights_of_each_che
     assert Witness.load(folder / tag_of(best.step)).validation["validation_chrf"] == best.value
 
 
-@pytest.mark.parametrize("step", [3, 6])
-def test_a_killed_run_resumes_with_the_same_scores_weights_and_best_checkpoint(trained: Trained, step: int) -> None:
-    whole, resumed = trained.found("zero1"), trained.found(f"resumed-{step}")
+def test_a_killed_run_resumes_with_the_same_scores_weights_and_best_checkpoint(trained: Trained) -> None:
+    whole, resumed = trained.found("zero1"), trained.found("resumed")
     assert whole["masters"] == resumed["masters"]
-    assert scores(trained, "zero1") == scores(trained, f"resumed-{step}")
-    assert chosen(trained, "zero1") == chosen(trained, f"resumed-{step}")
+    assert scores(trained, "zero1") == scores(trained, "resumed")
+    assert chosen(trained, "zero1") == chosen(trained, "resumed")
 
 
 def test_one_rank_finds_what_two_find(trained: Trained) -> None:
@@ -186,14 +179,6 @@ def test_predicting_is_a_phase_of_its_own_after_each_validation_and_before_the_s
     phases = trained.found("zero1")["phases"]
     of_step = [phase for phase, step in phases if step == 4]
     assert of_step[:4] == ["step", "validate", "predict", "save"]
-
-
-def test_training_stops_when_generated_text_has_not_improved(trained: Trained) -> None:
-    found = scores(trained, "zero1")
-    worse = (
-        step for place, step in enumerate(JUDGED) if place and found[step] <= max(found[s] for s in JUDGED[:place])
-    )
-    assert trained.found("patient")["step"] == next(islice(worse, 1), 9)
 
 
 def test_predicting_leaves_training_as_it_is(
