@@ -89,8 +89,11 @@ def holder_elsewhere(run_folder: Path) -> Holder | None:
 class RunLease(Ownership):
     """The record of this process as the holder of a run."""
 
-    def __init__(self, run_folder: Path) -> None:
-        """Take the run, whose lock this process must hold.
+    def __init__(self, run_folder: Path, lock: int) -> None:
+        """Take the run, whose lock this process holds with the descriptor ``lock``.
+
+        The lock stays held until the last write is done, even if the disk hangs for so long that nobody waits for it:
+        it must not overwrite the record of the next holder.
 
         Raises RunLocked if a head on another machine is using it, and StorageError if its record cannot be read or
         written.
@@ -104,7 +107,14 @@ class RunLease(Ownership):
                 f"{run_folder / HOLDER} cannot be written: {reason(error, run_folder / HOLDER)}"
             ) from error
         self._settle()
+        self._lock = os.dup(lock)
         super().__init__(f"the lease in {run_folder / HOLDER}", _RENEW_SECONDS)
+
+    def _keep(self) -> None:
+        try:
+            super()._keep()
+        finally:
+            os.close(self._lock)
 
     def _renew(self) -> None:
         self._replace(counter=self._mine.counter + 1)

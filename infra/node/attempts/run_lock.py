@@ -39,7 +39,7 @@ def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[RunLease]
     with _opened(run_folder / _LOCK) as descriptor:
         if not try_lock(descriptor, _MOMENT_SECONDS):
             raise run_lease.in_use(run_folder, _signature(run_folder))
-        lease = RunLease(run_folder)
+        lease = RunLease(run_folder, descriptor)
         try:
             _wait_for_ranks(run_folder, wait_seconds)
             yield lease

@@ -9,14 +9,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from infra.node.attempts import run_lease
+from infra.node.attempts.run_lease import RunLease
 from infra.node.attempts.run_lock import holder, run_lock
 from t5train.errors import RunLocked, StorageError
+from t5train.files import ownership
 from tests.infra.conftest import Start, Until
 from tests.support.held_runs import is_lost
 
@@ -133,6 +136,28 @@ def test_a_stopped_head_loses_the_run_and_gets_an_error_when_it_resumes(
         assert stopped.wait(300) == 1
         lease.require_kept()
     assert f"was taken over by process {os.getpid()} on" in (tmp_path / "output.txt").read_text()
+
+
+def test_a_write_that_hangs_when_the_run_is_released_keeps_other_heads_here_out_until_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, hangs, answers = RunLease._write, threading.Event(), threading.Event()
+
+    def hanging_write(lease: RunLease, how: int) -> None:
+        hangs.set()
+        assert answers.wait(20)
+        write(lease, how)
+
+    monkeypatch.setattr(ownership, "_END_SECONDS", 0.01)
+    with run_lock(tmp_path) as lease:
+        monkeypatch.setattr(RunLease, "_write", hanging_write)
+        assert hangs.wait(20)
+    with pytest.raises(RunLocked, match="is in use by process"):
+        run_lock(tmp_path).__enter__()
+    answers.set()
+    lease._thread.join(20)
+    with run_lock(tmp_path) as following:
+        following.renew()
 
 
 def test_the_holder_record_has_no_field_that_earlier_versions_do_not_know(tmp_path: Path) -> None:
