@@ -149,7 +149,8 @@ def _wait(child: int, alarms: _Alarms, watchdog: Watchdog) -> Verdict:
     while True:
         ready, _, _ = select.select(watched, [], [], _LOOK_SECONDS)
         if ended in ready:
-            return watchdog.verdict_after_exit()
+            end = os.waitid(os.P_PIDFD, ended, os.WEXITED | os.WNOWAIT)
+            return watchdog.verdict_after_exit(end.si_status if end and end.si_code != os.CLD_EXITED else 0)
         if alarms.head in ready:
             watched.remove(alarms.head)
             watchdog.notice_death_of_head()

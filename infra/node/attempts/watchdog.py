@@ -61,9 +61,13 @@ class Watchdog:
         """Return the first reason to end the process now; None if there is none. Call this once a second."""
         return self._check_head_and_parent() or self._check_liveness() or self._check_grace()
 
-    def verdict_after_exit(self) -> Verdict:
-        """The cause and reason for a process that ended by itself."""
-        return (Cause.EXITED, "exited") if self._stop_requested_at is None else (Cause.REQUESTED, STOP_REQUESTED)
+    def verdict_after_exit(self, signal_number: int) -> Verdict:
+        """The cause and reason for a process that ended by itself, or by a signal, which is otherwise 0.
+
+        If it was told to stop and another signal killed it, as the OOM killer does during a save, that has failed.
+        """
+        as_requested = self._stop_requested_at is not None and signal_number in (0, signal.SIGTERM)
+        return (Cause.REQUESTED, STOP_REQUESTED) if as_requested else (Cause.EXITED, "exited")
 
     def _begin_stopping(self) -> None:
         if self._stop_requested_at is not None:

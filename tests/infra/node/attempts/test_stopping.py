@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from infra.head.launch.rank_evidence import evidence_of
+from infra.head.launch.verdict import verdict
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt, now
 from infra.node.attempts.exit_record import Cause, ExitRecord
@@ -16,6 +18,7 @@ from infra.node.attempts.process_guard import stopping_attempts
 from infra.node.attempts.rank_environment import ENVIRONMENT
 from infra.node.attempts.watchdog import Watchdog
 from infra.node.processes import ProcessIdentity
+from t5train.errors import RankKilled
 from t5train.files import heartbeat
 from t5train.files.heartbeat import Beat
 from tests.infra.conftest import Start, Survivors, Until
@@ -40,6 +43,17 @@ def test_sigterm_to_a_guard_gives_its_rank_time_to_save(this: Attempt, running: 
     assert guard.wait(HANG_SECONDS) == 1
     assert this.log("rank-00000").read_text().endswith("saved\n")
     assert recorded_exit(this) == (Cause.REQUESTED, "SIGTERM", 1)
+
+
+def test_a_rank_that_is_killed_while_it_saves_has_failed_and_its_peers_wait_for_it_no_longer(
+    this: Attempt, running: Start
+) -> None:
+    guard = running(SAVING.replace("time.sleep(1)", "os.kill(os.getpid(), signal.SIGKILL)").replace("sys,", "os, sys,"))
+    guard.terminate()
+    assert guard.wait(HANG_SECONDS) == 1
+    assert recorded_exit(this) == (Cause.EXITED, "exited", -signal.SIGKILL)
+    assert this.failed_peer("rank-00001") == "rank-00000"
+    assert isinstance(verdict(evidence_of(this, 2)), RankKilled), "not Preempted"
 
 
 def test_a_rank_still_running_after_the_grace_period_is_killed_with_its_children(
