@@ -9,6 +9,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import copy
 
 from t5train.errors import RunLocked
 from t5train.files.os_errors import in_one_line
@@ -35,7 +36,7 @@ class Ownership(ABC):
     def require_kept(self) -> None:
         """Raise RunLocked if another head is known to have taken over the run. Asks nobody."""
         if self._lost is not None:
-            raise self._lost
+            raise copy(self._lost)  # each caller gets its own traceback
 
     def renew(self) -> None:
         """Renew now. Raises RunLocked if another head has taken over the run, and the errors of the place."""

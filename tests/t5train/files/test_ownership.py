@@ -69,9 +69,12 @@ def test_a_superseded_head_says_so_and_leaves_the_place_to_the_other_for_good(ca
         place.error = RunLocked("taken over by far")
         place._thread.join(SECONDS)
         place.error, written = None, list(place.written)
+        errors = list[RunLocked]()
         for act in (place.require_kept, place.renew):
-            with pytest.raises(RunLocked, match="taken over by far"):
+            with pytest.raises(RunLocked, match="taken over by far") as found:
                 act()
+            errors.append(found.value)
+    assert errors[0] is not errors[1], "threads that share the place would share a traceback, too"
     assert place.written == written, "neither renewed nor released"
     assert caplog.text.count("taken over by far") == 1
 
