@@ -104,6 +104,7 @@ class ClusterWatch:
                 HostLost(f"{host} did not answer when its ranks were to be ended: {why}"), Hops.SILENT, hosts=(host,)
             )
             for host, why in self._silent.items()
+            if not self._supervision.has_obeyed(host)
         ]
         of_ranks = evidence_of(self.this, len(self._supervision.ranks), self._supervision.gone)
         return verdict([*self._supervision.evidence, *silent, *of_ranks], self.this.hosts or {})

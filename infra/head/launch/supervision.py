@@ -121,6 +121,12 @@ class Supervision:
         """Hosts that have not reported that everything there has ended."""
         return [name for name, host in self._hosts.items() if not host.ended]
 
+    def has_obeyed(self, host: str) -> bool:
+        """Whether all ranks of a host have done their work or ended as ordered, so its absence explains nothing."""
+        hosts = [name for name, slots in (self.this.hosts or {}).items() for _ in slots]
+        records = [self.records.get(name) for name, of in zip(self.ranks, hosts, strict=True) if of == host]
+        return all(record is not None and not record.is_failure for record in records)
+
     def look(self, seconds: float) -> None:
         """Process all reports that have queued up, perhaps for hours, and those that arrive within ``seconds``."""
         deadline = time.monotonic() + seconds
@@ -129,6 +135,7 @@ class Supervision:
                 self._take(*self._news.get(timeout=max(0.0, deadline - time.monotonic())))
             except Empty:
                 break
+        self._forgive_silence(time.monotonic() - deadline)
         for name, host in self._hosts.items():
             self._judge_silence(name, host)
 
@@ -218,6 +225,12 @@ class Supervision:
             _log.error(
                 "%s: processes %s survived SIGKILL, so a disk or driver may hang: restart that host", name, list(left)
             )
+
+    def _forgive_silence(self, late_seconds: float) -> None:
+        """Do not count as silence how long this process was stopped: sessions have yet to read what arrived then."""
+        if late_seconds > _SILENT_SECONDS:
+            for host in self._hosts.values():
+                host.last_message_at = min(host.last_message_at + late_seconds, time.monotonic())
 
     def _judge_silence(self, name: str, host: _Host) -> None:
         seconds = time.monotonic() - host.last_message_at

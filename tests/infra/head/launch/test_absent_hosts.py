@@ -1,0 +1,84 @@
+"""A host that the head does not hear is blamed neither while the head was stopped, nor after its ranks have obeyed."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Empty
+from types import SimpleNamespace
+from typing import NoReturn
+from unittest.mock import Mock
+
+import pytest
+
+from infra.head.launch import earlier_attempts, supervision
+from infra.head.launch.attempt_outcome import ClusterWatch
+from infra.head.launch.host_session import News
+from infra.head.launch.supervision import Supervision
+from infra.node.attempts import attempt
+from infra.node.attempts.exit_record import Cause, ExitRecord
+from infra.node.attempts.session_messages import RankEnded, RankError
+from t5train.errors import HostLost, Preempted, T5TrainError
+
+HOSTS = {"a": (0,), "b": (0,)}
+LEASE_SECONDS = 60.0
+
+
+@pytest.fixture
+def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervision]:
+    """The supervision of an attempt on two hosts, whose sessions do nothing."""
+    monkeypatch.setattr(supervision, "HostSession", Mock())
+    (tmp_path / "head").mkdir()
+    this = attempt.begin(tmp_path / "run", None, LEASE_SECONDS, HOSTS)
+    supervised = Supervision(this, Mock(), tmp_path / "head", dict.fromkeys(HOSTS, "1"))
+    yield supervised
+    supervised.close()
+
+
+def be_silent(supervised: Supervision, host: str) -> None:
+    supervised._hosts[host].last_message_at -= 2 * LEASE_SECONDS
+
+
+def test_a_head_that_was_stopped_reads_what_arrived_meanwhile_before_a_host_counts_as_lost(
+    supervised: Supervision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_clock, stopped_seconds = time.monotonic, list[float]()
+
+    def stopped(timeout: float) -> NoReturn:
+        stopped_seconds.append(2 * LEASE_SECONDS)
+        raise Empty
+
+    monkeypatch.setattr(supervision, "time", SimpleNamespace(monotonic=lambda: own_clock() + sum(stopped_seconds)))
+    monkeypatch.setattr(supervised, "_news", SimpleNamespace(get=stopped))
+    supervised.look(0)
+    assert not supervised.silent
+    monkeypatch.setattr(supervised, "_news", News())
+    be_silent(supervised, "b")
+    supervised.look(0)
+    assert supervised.lost == ["b"]
+
+
+def failure_without_answer_of_b(supervised: Supervision, monkeypatch: pytest.MonkeyPatch) -> T5TrainError | None:
+    """The failure of the attempt if b does not answer when it is to be ended."""
+    monkeypatch.setattr(earlier_attempts, "END_SECONDS", 0.0)
+    monkeypatch.setattr(earlier_attempts, "end_on_hosts", lambda *_: {"b": "b: timed out"})
+    monkeypatch.setattr(earlier_attempts, "settle", lambda *_: None)
+    watch = ClusterWatch(supervised, Mock(), Mock(), lambda: None)
+    watch.end()
+    return watch.failure()
+
+
+@pytest.mark.parametrize("has_b_saved", [True, False])
+def test_a_host_that_is_gone_after_its_ranks_have_saved_as_ordered_is_not_blamed(
+    supervised: Supervision, monkeypatch: pytest.MonkeyPatch, has_b_saved: bool
+) -> None:
+    for rank, host in enumerate(HOSTS):
+        if host == "b" and not has_b_saved:
+            continue
+        name = attempt.rank_name(rank)
+        record = ExitRecord(name, 1, Cause.REQUESTED, "SIGTERM", "then", attempt.now(), host)
+        for report in (RankError(name, "Preempted", "saved step 7"), RankEnded(record)):
+            supervised._news.put((host, time.monotonic(), report))
+    supervised.look(0)
+    failure = failure_without_answer_of_b(supervised, monkeypatch)
+    assert failure is not None
+    assert (type(failure), failure.hosts) == ((Preempted, ()) if has_b_saved else (HostLost, ("b",)))
