@@ -71,7 +71,8 @@ class ExitRecord:
         if self.cause != Cause.EXITED:
             return f"was ended by its guard ({self.reason})"
         if self.returncode is not None and self.returncode < 0:
-            return f"was killed by {signal.Signals(-self.returncode).name}"
+            names = {each.value: each.name for each in signal.Signals}  # most real-time signals have none
+            return f"was killed by {names.get(-self.returncode, f'signal {-self.returncode}')}"
         return f"ended with exit code {self.returncode}"
 
 

@@ -59,6 +59,7 @@ CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
     ({}, "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", OutOfMemory, ""),
     ({"returncode": -9, "oom_kills": 1}, "", OutOfMemory, "host has too little memory"),
     ({"returncode": -9}, "", RankKilled, "was killed by SIGKILL"),
+    ({"returncode": -40}, "", RankKilled, "was killed by signal 40. The"),
     ({"returncode": -7}, "", RankKilled, "the rank used a memory-mapped file"),
     ({"returncode": -7, **FULL}, "", DiskFull, "was killed by SIGBUS: /dev/shm on node1 is full (0 of 64 MiB free). "),
     ({"returncode": -11, **FULL}, "", DiskFull, "was killed by SIGSEGV: /dev/shm on node1 is full (0 of 64 MiB free)"),
