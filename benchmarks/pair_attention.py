@@ -84,8 +84,7 @@ def main() -> None:
     names = (given.only,) if given.only else ATTENTIONS
     found = {name: _measured(shape, name == "kernels", batches, given.passes) for name in names}
     tokens = statistics.mean(each.real_tokens for each in batches)
-    reference = found[names[0]].gradients
-    distances = {name: float((each.gradients - reference).norm() / reference.norm()) for name, each in found.items()}
+    reference = found[ATTENTIONS[0]].gradients if given.only is None else None
     rows: list[dict[str, Figure]] = [
         {
             "attention": name,
@@ -93,7 +92,7 @@ def main() -> None:
             "real tokens/s": round(tokens / statistics.median(each.ms) * 1e3),
             "GiB": round(each.memory / 2**30, 2),
             "loss": round(each.loss, 5),
-            "distance of gradients": f"{distances[name]:.1e}",
+            "distance of gradients": None if reference is None else _distance(each.gradients, reference),
         }
         for name, each in found.items()
     ]
@@ -109,6 +108,10 @@ def main() -> None:
         for kind in kinds
     ]
     print(measured_here("Kernels of a pass over rows of pairs", parts, notes).text())
+
+
+def _distance(gradients: Tensor, reference: Tensor) -> str:
+    return f"{float((gradients - reference).norm() / reference.norm()):.1e}"
 
 
 def _batch(

@@ -162,7 +162,7 @@ class _Storages:
 def _original_location(storage: Any) -> str | None:
     """The device that torch.save records for a storage copied from an accelerator; None for any other storage.
 
-    The string is a new one each time, as torch's own is: pickle would write a reference for one that it has written.
+    Returns a new string each time, as torch does: of a string that it has written, pickle writes a reference only.
     """
     location = getattr(storage, _COPIED_FROM, None)
     return location and "".join(location)

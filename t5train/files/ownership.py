@@ -45,7 +45,7 @@ class Ownership(ABC):
     def release(self) -> None:
         """Stop renewing, and release the run, so that another head need not wait. Does nothing the second time.
 
-        Waits only a few seconds: a place that does not answer must not delay the end of a command.
+        Waits only a few seconds. A request to a host that hangs can delay the process's exit until its own deadline.
         """
         self._ended.set()
         self._thread.join(_END_SECONDS)

@@ -37,6 +37,7 @@ from t5train.errors import (
     RemoteFailed,
     error_of,
 )
+from t5train.files.os_errors import in_one_line
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -129,8 +130,8 @@ def connection(
     stdin, stdout = (cast(io.BufferedIOBase, pipe) for pipe in (process.stdin, process.stdout))
     stderr = bytearray()
     collector = threading.Thread(target=_collect, args=(process.stderr, stderr), daemon=True)
-    collector.start()
     try:
+        collector.start()
         if connections is not None:
             connections.add(process)
         if is_limited:
@@ -140,7 +141,7 @@ def connection(
     except WrongMessage as error:
         raise _mismatch(host, error.reason) from error
     except ConnectionError as error:
-        code, is_over = _exit_code(process), time.monotonic() >= deadline
+        is_over, code = time.monotonic() >= deadline, _exit_code(process)
         collector.join(END_SECONDS)
         if is_over:
             raise ssh.timeout_of(host, argv, deadline_seconds, bytes(stderr)) from None
@@ -152,7 +153,8 @@ def connection(
         timer.cancel()
         ssh.kill(process)
         process.wait()
-        collector.join(END_SECONDS)  # a process that a ProxyCommand has left may hold the pipe
+        if collector.ident is not None:
+            collector.join(END_SECONDS)  # a process that a ProxyCommand has left may hold the pipe
 
 
 def _collect(pipe: io.BufferedReader, stderr: bytearray) -> None:
@@ -306,7 +308,7 @@ class Nodes:
     ) -> dict[str, A | HostError]:
         """Send each host its own query, all of one class; returns the answers by host.
 
-        For ``on_start`` and ``on_answer``, see ``ask``.
+        For ``on_start`` and ``on_answer``, see this module's function ``ask``.
         """
         if not queries:
             return {}
@@ -382,6 +384,9 @@ def attended(
         except HostError as error:
             if not ended.is_set():
                 report(host, error)
+        except Exception as error:  # else nobody would learn that the host is lost
+            report(host, HostUnreachable(f"{host}: {in_one_line(error)}", [host]))
+            raise
 
     threads = [threading.Thread(target=attend, args=(host,), name=host, daemon=True) for host in requests]
     try:

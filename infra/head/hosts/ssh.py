@@ -93,7 +93,7 @@ def ssh_config(cluster: ClusterSpec) -> str:
 
 @cache
 def _known(ssh: str | None) -> list[str]:
-    """The settings of ``_NEWER`` that this ssh does not reject as unknown; none without ssh, which ``run`` reports."""
+    """The settings of ``_NEWER`` that this ssh does not reject as unknown; none without ssh, as ``connect`` says."""
 
     def is_known(setting: str) -> bool:
         command = [str(ssh), "-G", "-F", os.devnull, "-o", setting, "host"]

@@ -35,7 +35,7 @@ class ClusterWatch:
         self.this = supervision.this
         self._supervision, self._launcher, self._transport, self._on_tick = supervision, launcher, transport, on_tick
         self._silent: dict[str, str] = {}
-        """Why hosts, whose leases have not expired, did not answer when the attempt was to be ended there."""
+        """Why the attempt could not be ended on hosts whose leases have not expired."""
 
     def until_decided(self) -> None:
         """Wait until every rank has ended, one has failed, a host is lost, or the launcher is gone."""
@@ -100,9 +100,7 @@ class ClusterWatch:
         if self._supervision.succeeded:
             return None
         silent = [
-            Evidence(
-                HostLost(f"{host} did not answer when its ranks were to be ended: {why}"), Hops.SILENT, hosts=(host,)
-            )
+            Evidence(HostLost(f"could not end the ranks on {why}"), Hops.SILENT, hosts=(host,))
             for host, why in self._silent.items()
             if not self._supervision.has_obeyed(host)
         ]

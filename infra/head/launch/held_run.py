@@ -43,7 +43,7 @@ class HeldRun:
         self.silent_hosts = set[str]()
         """Hosts that did not answer before the run began."""
         self.at_release = at_release
-        """Contexts that are closed when the run is released, after its claim has ended."""
+        """Contexts that are closed when the run is released, after its claim has been released."""
         self._lease, self._found = lease, found
 
     def require_held(self) -> None:

@@ -83,7 +83,7 @@ class HostSession:
                 node.send(Instruction(Order.RENEW))
                 renewed_at = now
             if reports := node.receive_within(_LOOK_SECONDS, Report):
-                last_message_at, tolerated_seconds = now, _SILENT_SECONDS
+                last_message_at, tolerated_seconds = time.monotonic(), _SILENT_SECONDS
             for report in reports:
                 self._receive(report)
             if self._order not in (None, sent):

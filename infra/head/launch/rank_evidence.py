@@ -184,7 +184,8 @@ def _of_signal(record: ExitRecord, output: str) -> Diagnosis:
             "the rank used a memory-mapped file that could not grow. Check the free space of /dev/shm and of the "
             "host's disks",
         )
-    return Diagnosis(RankKilled, "")
+    # A fault in the code ends ranks by signals, too.
+    return Diagnosis(RankKilled, "", Hops.OWN if record.returncode == _SIGKILL else Hops.UNEXPLAINED)
 
 
 def _shared_memory(record: ExitRecord) -> Diagnosis | None:
@@ -254,10 +255,8 @@ class _Rank:
 
     def _without_record(self) -> Evidence:
         kind: type[T5TrainError] = RankKilled
-        what, hosts = (
-            "was killed together with its guard, which watches it. Check `dmesg` for the OOM killer",
-            self.hosts,
-        )
+        hosts = self.hosts
+        what = "was killed together with its guard, which watches it. Check `dmesg` for the OOM killer"
         try:
             try_writing(self._this.folder)
         except OSError as error:
@@ -270,8 +269,8 @@ class _Rank:
         found = diagnose(record, output)
         advice = f": {found.advice}" if found.advice else ""
         error = found.kind(f"{self.who} {record}{advice}. {self._shown_output()}")
-        is_known = found.hops in (Hops.OWN, Hops.UNEXPLAINED, Hops.DEADLINE)
-        return Evidence(error, found.hops, record.ended_at, self._blamed(found.kind, output) if is_known else ())
+        is_own = found.hops in (Hops.OWN, Hops.UNEXPLAINED, Hops.DEADLINE)
+        return Evidence(error, found.hops, record.ended_at, self._blamed(found.kind, output) if is_own else ())
 
     def _has_failed(self, record: ExitRecord) -> bool:
         """Whether it failed, or did not save in time; False if it was ended because something else failed."""
@@ -284,11 +283,13 @@ class _Rank:
 
     def _blamed(self, kind: type[T5TrainError], text: str) -> tuple[str, ...]:
         """The rank's host, unless it only reports that a disk that all hosts share is full."""
+        if not issubclass(kind, DiskFull):
+            return self.hosts
         spec = self._this.folder / ATTEMPT_SPEC
         is_shared = not spec.exists() or not json.loads(spec.read_text("utf-8")).get("node_local")
         root = f"{self._this.folder.parents[3]}/"
         is_on_root = any(root in line and _NO_SPACE.search(line) for line in text.splitlines())
-        return () if issubclass(kind, DiskFull) and is_shared and is_on_root else self.hosts
+        return () if is_shared and is_on_root else self.hosts
 
     def _shown_output(self) -> str:
         """Where the output of a rank that was started is, and how it ends."""

@@ -164,7 +164,7 @@ class Supervision:
         if isinstance(report, SessionBroken):
             host.broken = report.reason
             return
-        host.last_message_at = last_message_at
+        host.last_message_at = max(host.last_message_at, last_message_at)  # later, if silence was forgiven since
         match report:
             case Hello(boot_id=boot_id):
                 self._greet(name, host, boot_id)
@@ -227,7 +227,7 @@ class Supervision:
             )
 
     def _forgive_silence(self, late_seconds: float) -> None:
-        """Do not count as silence how long this process was stopped: sessions have yet to read what arrived then."""
+        """Do not count the time for which this process was stopped as silence: what arrived is yet to be read."""
         if late_seconds > _SILENT_SECONDS:
             for host in self._hosts.values():
                 host.last_message_at = min(host.last_message_at + late_seconds, time.monotonic())
@@ -247,7 +247,7 @@ class Supervision:
             )
         host.is_silent = seconds > _SILENT_SECONDS and not host.ended
         was_lost, host.is_lost = host.is_lost, host.is_silent and seconds > (self.this.lease_seconds or 0)
-        if host.is_lost and not was_lost:
+        if host.is_lost and not was_lost and not self.has_obeyed(name):
             error = HostLost(
                 f"{name} has not responded for {seconds:.0f} s, so it counts as lost. The last error: "
                 f"{host.broken or 'nothing arrives from it'}"

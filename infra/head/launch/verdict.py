@@ -12,7 +12,7 @@ from t5train.errors import HostLost, T5TrainError
 
 
 class Hops(IntEnum):
-    """How far from the cause of a failure such evidence is."""
+    """How far a kind of evidence is from the cause of a failure."""
 
     OWN = 0
     """A rank, a host or this machine failed by itself."""
@@ -21,7 +21,7 @@ class Hops(IntEnum):
     UNEXPLAINED = 2
     """A rank exited, and nothing says why. It may have lost a host that has been silent for all of the lease."""
     SILENT = 3
-    """A host did not answer when the attempt was to be ended there, which may have begun only then."""
+    """The attempt could not be ended on a host. Its silence may have begun only then."""
     DEADLINE = 4
     """A rank took too long. On a GPU, so does one that waits for another rank."""
     WAITED = 5
@@ -31,7 +31,7 @@ class Hops(IntEnum):
     LOST_PEER = 7
     """A rank lost its connection to another one."""
     PREEMPTED = 8
-    """A rank was asked to end, as also DeepSpeed's launcher asks it once another has failed."""
+    """A rank was asked to end. DeepSpeed's launcher also does that once another rank has failed."""
     LAUNCHER = 9
     """The launcher on the head ended: the head ends it in any case."""
 
@@ -54,14 +54,15 @@ class Evidence:
 
 
 def verdict(evidence: Iterable[Evidence], hosts: Collection[str] = ()) -> T5TrainError:
-    """Return the error of the evidence with the fewest hops, of several the earliest, with the hosts to blame.
+    """Return the error of the evidence with the fewest hops; of several, the earliest. It has the hosts to blame.
 
-    ``evidence`` includes that of the launcher; ``hosts`` are all hosts of the attempt. Absent hosts are always named,
-    but blamed only if a host was lost and nothing nearer explains the failure. If all are absent, none is blamed: most
-    likely, this machine's network failed.
+    ``evidence`` includes that of the launcher; ``hosts`` are all hosts of the attempt. Absent and restarted hosts are
+    always named. They are blamed only if nothing nearer explains the failure. If several hosts are all absent, none is
+    blamed: most likely, this machine's network failed.
     """
     cause, *others = sorted(evidence, key=lambda each: (each.hops, each.at))
-    absent = {host: each for each in others if each.hops in _ABSENT for host in each.hosts if host not in cause.hosts}
+    lost = (each for each in others if isinstance(each.error, HostLost))
+    absent = {host: each for each in lost for host in each.hosts if host not in cause.hosts}
     named = "; ".join(str(each.error) for each in absent.values())
     if not isinstance(cause.error, HostLost):
         text = f"{cause.error}\nAlso seen, but not the cause: {named}" if absent else str(cause.error)

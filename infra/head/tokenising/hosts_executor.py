@@ -102,7 +102,7 @@ def _on_hosts(
             if not isinstance(what, Channel):
                 events.put(_Event(what, host))
 
-        attendance = Attendance(WorkerReady, "its worker of Dask", _START_SECONDS)
+        attendance = Attendance(WorkerReady, "its Dask worker", _START_SECONDS)
         stack.enter_context(attended(nodes, starts, attendance, report))
         _await_workers(names, events)
         scheduler.begin(function, jobs, _HANG_SECONDS)

@@ -185,7 +185,6 @@ def queries_backward(
     before = tl.zeros([BQ], tl.float32)  # sums of the tiles far before and far after the query
     after = tl.zeros([BQ], tl.float32)
     begin, end = visited(seen, b, block, tl.cdiv(nq, BQ), nk)
-    begin = begin // BK * BK
     if CAUSAL:
         end = tl.minimum(end, first_q + BQ)
     if segments is not None:

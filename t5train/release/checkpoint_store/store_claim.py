@@ -54,7 +54,7 @@ class StoreClaim(Ownership):
     """The claim to a run's ledger."""
 
     def __init__(self, bucket: BucketFolder, holder: Holder, ledger: Ledger, etag: str | None) -> None:
-        """Keep the claim of ``holder``, which was just written with ``ledger``, and has this ETag."""
+        """Keep the claim of ``holder``. ``ledger`` was just written with it, and has this ETag."""
         interval = holder.lease_seconds / RENEWALS_IN_A_LEASE
         # Renewals must not wait for one lost answer until the lease has expired.
         wait_seconds = min(max(interval, _SHORTEST_SECONDS), _LONGEST_SECONDS)

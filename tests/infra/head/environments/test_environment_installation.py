@@ -2,18 +2,20 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from infra.head.environments import environment_installation
 from infra.head.environments.environment_installation import install_on, require_environment_path
 from infra.head.environments.wheelhouse import Wheelhouse, this_python
 from infra.head.hosts.nodes import Nodes
 from infra.node import node_folders
 from infra.node.environment_installer import MARKER, Install, Installed
 from infra.node.storage.file_channel import Wanted
-from t5train.errors import HostError, InputError, ProtocolMismatch, RemoteFailed, SpecError
+from t5train.errors import HostError, HostTimeout, InputError, ProtocolMismatch, RemoteFailed, SpecError
 from t5train.progress import silent
 from tests.support.simulated_nodes import LocalHosts, await_end
 from tests.support.tiny_wheels import wheelhouse_of, write_wheel
@@ -149,6 +151,25 @@ def test_a_host_checks_the_job_itself(tmp_path: Path, name: str, said: str) -> N
     with pytest.raises(RemoteFailed, match=said):
         await_end(Nodes(LocalHosts(tmp_path), ("a",)), "a", request)
     assert not list(tmp_path.rglob("x.whl"))
+
+
+class Deaf(ThisHost):
+    """A host that requests bytes without end, and reads none."""
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        if "infra.node" not in argv:  # the code is sent first
+            return super().command(host, argv)
+        request = {"FileRange": {"name": "first-1.0-py3-none-any.whl", "offset": 0, "size": 500}}
+        return ["sh", "-c", 'for i in $(seq 1000); do echo "$1"; done; exec sleep 600', "sh", json.dumps(request)]
+
+
+def test_the_deadline_ends_an_installation_on_a_host_that_hangs(
+    install: Installer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_installation, "_DEADLINE_SECONDS", 1.0)
+    begun = time.monotonic()
+    assert isinstance(install(Deaf(tmp_path)), HostTimeout)
+    assert time.monotonic() - begun < 300
 
 
 def test_a_disk_that_is_too_small_is_named_before_anything_is_sent(

@@ -82,3 +82,17 @@ def test_a_host_that_is_gone_after_its_ranks_have_saved_as_ordered_is_not_blamed
     failure = failure_without_answer_of_b(supervised, monkeypatch)
     assert failure is not None
     assert (type(failure), failure.hosts) == ((Preempted, ()) if has_b_saved else (HostLost, ("b",)))
+
+
+def test_a_host_that_is_gone_after_its_ranks_have_saved_as_ordered_does_not_end_the_saves_of_others(
+    supervised: Supervision,
+) -> None:
+    name = attempt.rank_name(1)
+    record = ExitRecord(name, 1, Cause.REQUESTED, "SIGTERM", "then", attempt.now(), "b")
+    for report in (RankError(name, "Preempted", "saved step 7"), RankEnded(record)):
+        supervised._news.put(("b", time.monotonic(), report))
+    supervised.look(0)
+    be_silent(supervised, "b")
+    supervised.look(0)
+    assert supervised.lost == ["b"]
+    assert not supervised.failed

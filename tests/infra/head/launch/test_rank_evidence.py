@@ -100,6 +100,7 @@ def test_the_error_class_reflects_what_happened_to_the_rank(
     ("record", "output", "hops"),
     [
         ({"returncode": -9}, "", Hops.OWN),
+        ({"returncode": -11}, "", Hops.UNEXPLAINED),
         ({"returncode": -6}, ABORTED, Hops.UNEXPLAINED),
         ({}, "ValueError: something else", Hops.UNEXPLAINED),
         ({}, "Connection closed by peer [10.0.0.2]", Hops.LOST_PEER),

@@ -86,6 +86,7 @@ CASES: dict[str, tuple[list[Evidence], str, str]] = {
     "a silent host when others were preempted": ([silent("a"), preempted("b")], "a silent", "a"),
     "a restarted host and ranks that lost it": ([restarted("a"), crashed("b", "10:00:00")], "a restarted", "a"),
     "a host that is silent when another was restarted": ([restarted("a"), silent("b")], "a restarted", "a b"),
+    "several hosts were restarted": ([restarted("a"), restarted("b"), timed_out("c")], "a restarted", "a b"),
     "a silent host besides a lost one": ([silent("b"), lost("a"), timed_out("c")], "a lost", "a b"),
     "no host answers": ([silent("b"), lost("a"), silent("c"), timed_out("c")], "a lost", ""),
     "no host answers when they are ended": ([silent("b"), silent("a"), silent("c"), timed_out("c")], "b silent", ""),
