@@ -65,7 +65,7 @@ def write_answers(folder: Path, facts: Mapping[str, Facts]) -> None:
         message["Facts"] |= {"started_at": "@NOW@", "ended_at": "@NOW@"}
         message["Facts"]["resources"]["nonce"] = "@NONCE@"
         message["Facts"]["resources"]["root"]["error"] = ""
-        (folder / name).write_text(json.dumps(message), "utf-8")
+        (folder / name).write_text(f"{json.dumps(message)}\n", "utf-8")
 
 
 def _named(here: Facts, name: str, number: int) -> Facts:
