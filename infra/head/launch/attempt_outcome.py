@@ -36,6 +36,7 @@ class ClusterWatch:
         self._supervision, self._launcher, self._transport, self._on_tick = supervision, launcher, transport, on_tick
         self._silent: dict[str, str] = {}
         """Why the attempt could not be ended on hosts whose leases have not expired."""
+        self._is_launcher_first = False
 
     def until_decided(self) -> None:
         """Wait until every rank has ended, one has failed, a host is lost, or the launcher is gone."""
@@ -51,6 +52,7 @@ class ClusterWatch:
                 return
             gone_since = gone_since or (time.monotonic() if gone else None)
             if gone_since and time.monotonic() - gone_since > _RECORDS_SECONDS and not self._supervision.silent:
+                self._is_launcher_first = True
                 return
 
     def num_saved(self) -> int:
@@ -104,7 +106,7 @@ class ClusterWatch:
             for host, why in self._silent.items()
             if not self._supervision.has_obeyed(host)
         ]
-        of_ranks = evidence_of(self.this, len(self._supervision.ranks), self._supervision.gone)
+        of_ranks = evidence_of(self.this, len(self._supervision.ranks), self._supervision.gone, self._is_launcher_first)
         return verdict([*self._supervision.evidence, *silent, *of_ranks], self.this.hosts or {})
 
     def _look(self) -> None:

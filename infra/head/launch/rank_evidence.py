@@ -204,18 +204,23 @@ _SOMETIME = "~"
 """Sorts after all times."""
 
 
-def evidence_of(this: Attempt, num_ranks: int, gone: Collection[str] = ()) -> list[Evidence]:
+def evidence_of(
+    this: Attempt, num_ranks: int, gone: Collection[str] = (), is_launcher_first: bool = False
+) -> list[Evidence]:
     """Return the evidence of the launcher, which is always there, and of each rank that failed.
 
     Ranks on hosts without an exit record failed if they are among the ``gone``: guards of others may have been ended
-    before they could write it. Call this after all processes of the attempt have ended and the files of its ranks are
-    in its folder.
+    before they could write it. ``is_launcher_first`` if the launcher ended before any rank failed; for an attempt on
+    this machine alone, the records show it. Call this after all processes of the attempt have ended and the files of
+    its ranks are in its folder.
     """
     ranks = [_Rank(this, rank, num_ranks) for rank in range(num_ranks)]
     # What guards could not write to a file is in the launcher's log.
     of_guards = guard_failure.read(this.log(LAUNCHER))
     found = [rank.evidence(of_guards.get(rank.name), rank.name in gone) for rank in ranks]
-    return [*filter(None, found), Evidence(_launcher_failure(this, ranks), Hops.LAUNCHER)]
+    is_launcher_first |= not this.hosts and _launcher_ended_first(this, ranks)
+    hops = Hops.LAUNCHER_FIRST if is_launcher_first else Hops.LAUNCHER
+    return [*filter(None, found), Evidence(_launcher_failure(this, ranks), hops)]
 
 
 class _Rank:
@@ -299,6 +304,12 @@ class _Rank:
             return f"{output} is in {log}, and ends:\n{redact(tail(log))}"
         folder = f"{attempt_folder(self._this.run_id)} of {self.hosts[0]}" if self.hosts else self._this.folder
         return f"{output} could not be collected: look for {log.name} in the folder {folder}"
+
+
+def _launcher_ended_first(this: Attempt, ranks: list[_Rank]) -> bool:
+    launcher = this.exit_record(LAUNCHER)
+    records = (rank.record for rank in ranks)
+    return launcher is not None and all(each is None or launcher.ended_at < each.ended_at for each in records)
 
 
 def _launcher_failure(this: Attempt, ranks: list[_Rank]) -> LaunchError:

@@ -22,17 +22,19 @@ class Hops(IntEnum):
     """A rank exited, and nothing says why. It may have lost a host that has been silent for all of the lease."""
     SILENT = 3
     """The attempt could not be ended on a host. Its silence may have begun only then."""
-    DEADLINE = 4
+    LAUNCHER_FIRST = 4
+    """The launcher on the head ended before any rank failed."""
+    DEADLINE = 5
     """A rank took too long. On a GPU, so does one that waits for another rank."""
-    WAITED = 5
+    WAITED = 6
     """A rank timed out in a collective."""
-    PARENT = 6
+    PARENT = 7
     """The launcher on a rank's host was gone, as it also is once another of its ranks has failed."""
-    LOST_PEER = 7
+    LOST_PEER = 8
     """A rank lost its connection to another one."""
-    PREEMPTED = 8
+    PREEMPTED = 9
     """A rank was asked to end. DeepSpeed's launcher also does that once another rank has failed."""
-    LAUNCHER = 9
+    LAUNCHER = 10
     """The launcher on the head ended: the head ends it in any case."""
 
 

@@ -6,7 +6,7 @@ import pytest
 from infra.head.launch.rank_evidence import evidence_of, tail
 from infra.head.launch.verdict import Hops, verdict
 from infra.node.attempts import attempt
-from infra.node.attempts.attempt import Attempt, now, rank_name
+from infra.node.attempts.attempt import LAUNCHER, Attempt, now, rank_name
 from infra.node.attempts.exit_record import Cause, ExitRecord
 from infra.node.node_folders import attempt_folder
 from infra.node.processes import ProcessIdentity
@@ -123,6 +123,21 @@ def test_a_hosts_rank_is_evidence_against_the_host_unless_it_may_have_waited_los
     found, launcher = evidence_of(over_hosts, 2)
     assert (found.hops, found.at, launcher.hops) == (hops, "then", Hops.LAUNCHER)
     assert found.hosts == (("node2",) if hops in (Hops.OWN, Hops.UNEXPLAINED, Hops.DEADLINE) else ())
+
+
+@pytest.mark.parametrize("is_launcher_first", [True, False])
+def test_a_launcher_that_ended_before_the_ranks_lost_each_other_is_the_cause(
+    this: Attempt, over_hosts: Attempt, is_launcher_first: bool
+) -> None:
+    for each in (this, over_hosts):
+        times = ("1", "2") if is_launcher_first else ("2", "1")
+        for name, at in zip((LAUNCHER, "rank-00001"), times, strict=True):
+            each.write_exit(ExitRecord(name, 1, Cause.EXITED, "exited", "0", at))
+        each.log("rank-00001").write_text("Connection closed by peer [10.0.0.2]")
+    # Over hosts, clocks differ, and the head knows it from what it saw.
+    for error in (verdict(evidence_of(this, 2)), verdict(evidence_of(over_hosts, 2, (), is_launcher_first))):
+        assert ("DeepSpeed's launcher" in str(error)) == is_launcher_first
+        assert ("lost its connection to another rank" in str(error)) != is_launcher_first
 
 
 def test_of_two_ranks_that_reported_an_error_the_first_one_is_the_cause(over_hosts: Attempt) -> None:
