@@ -307,9 +307,11 @@ class _Rank:
 
 
 def _launcher_ended_first(this: Attempt, ranks: list[_Rank]) -> bool:
+    """Whether it ended by itself, and no rank before it."""
     launcher = this.exit_record(LAUNCHER)
-    records = (rank.record for rank in ranks)
-    return launcher is not None and all(each is None or launcher.ended_at < each.ended_at for each in records)
+    if launcher is None or launcher.cause != Cause.EXITED:
+        return False
+    return all(rank.record is None or launcher.ended_at < rank.record.ended_at for rank in ranks)
 
 
 def _launcher_failure(this: Attempt, ranks: list[_Rank]) -> LaunchError:

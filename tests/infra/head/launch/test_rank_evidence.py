@@ -138,6 +138,8 @@ def test_a_launcher_that_ended_before_the_ranks_lost_each_other_is_the_cause(
     for error in (verdict(evidence_of(this, 2)), verdict(evidence_of(over_hosts, 2, (), is_launcher_first))):
         assert ("DeepSpeed's launcher" in str(error)) == is_launcher_first
         assert ("lost its connection to another rank" in str(error)) != is_launcher_first
+    this.write_exit(ExitRecord(LAUNCHER, 1, Cause.REQUESTED, "the head ended the run", "0", "1"))
+    assert "lost its connection to another rank" in str(verdict(evidence_of(this, 2)))
 
 
 def test_of_two_ranks_that_reported_an_error_the_first_one_is_the_cause(over_hosts: Attempt) -> None:
