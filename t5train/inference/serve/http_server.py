@@ -40,7 +40,7 @@ def serve(app: "FastAPI", listening: socket.socket, read_seconds: float, answer_
     uvicorn.Server(config).run(sockets=[listening])
 
 
-def _protocol(read_seconds: float, take_seconds: float) -> "type[H11Protocol]":  # noqa: C901 - the sum of its methods
+def _protocol(read_seconds: float, take_seconds: float) -> "type[H11Protocol]":  # noqa: C901 - counts its class's methods
     """Return uvicorn's protocol with limits to the time in which a request is read, and its answer is taken.
 
     uvicorn limits only idle time after an answer.

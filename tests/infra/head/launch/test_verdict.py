@@ -96,7 +96,7 @@ CASES: dict[str, tuple[list[Evidence], str, str]] = {
     "a suspended head": ([without_head("a"), crashed("b"), disconnected("c")], "a without head", ""),
     "a full disk beside timeouts": ([timed_out("a"), full("b"), timed_out("c"), disconnected("a")], "b full", "b"),
     "a full disk and a rank that was asked to end": ([preempted("a"), full("b")], "b full", "b"),
-    "asked to end because another rank waited in vain": ([preempted("a"), timed_out("b")], "b timed out", ""),
+    "asked to end after another rank timed out": ([preempted("a"), timed_out("b")], "b timed out", ""),
     "all were preempted": ([preempted("b"), preempted("a", "09:59:58")], "a preempted", ""),
     "the same rank hangs as those that wait for it": ([late("a"), timed_out("b"), disconnected("c")], "a late", "a"),
     "ranks of several hosts are late": ([late("b"), late("a", "10:00:04")], "a late", ""),

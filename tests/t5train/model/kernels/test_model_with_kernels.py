@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -247,7 +247,7 @@ def test_the_attention_operators_keep_the_rules_of_torch(name: str) -> None:
 
 
 def _opcheck(operator: Any, arguments: tuple[Any, ...], name: str) -> None:
-    found = torch.library.opcheck(operator, arguments, test_utils=TESTS[name])
+    found = library.opcheck(operator, arguments, test_utils=TESTS[name])
     assert {*found.values()} == {"SUCCESS"}
 
 
@@ -255,5 +255,5 @@ def test_the_gated_gelu_operators_keep_the_rules_of_torch() -> None:
     joint = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
     slope, keys = joint[:, :20].contiguous(), torch.arange(3)
     for dropout in ((None, 0.0), (keys, 0.1)):
-        torch.library.opcheck(gated_gelu.gated_gelu, (joint.clone().requires_grad_(), *dropout))
-        torch.library.opcheck(gated_gelu._gated_gelu_backward, (slope, joint, *dropout))
+        library.opcheck(gated_gelu.gated_gelu, (joint.clone().requires_grad_(), *dropout))
+        library.opcheck(gated_gelu._gated_gelu_backward, (slope, joint, *dropout))
