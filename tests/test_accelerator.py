@@ -13,6 +13,7 @@ from infra.head.training_run import train_run
 from infra.node.attempts.attempt import attempt_folder, rank_name, read
 from infra.node.processes import find, in_run
 from t5train.checkpoint.consolidate import consolidate
+from t5train.checkpoint.resume_point import last_complete
 from t5train.data.corpus import build_corpus
 from t5train.data.pairs.pair_shards import build_pair_shards
 from t5train.data.pairs.pairs import build_pairs
@@ -157,13 +158,15 @@ KILLED = [
     "bf16-pipeline",
     "bf16-pipeline-compiled",
 ]
+KILLED_STEPS = 200
+"""So many that no run ends before its first checkpoint is complete and a rank is killed."""
 
 
 @pytest.mark.parametrize("layout", KILLED)
 def test_a_killed_rank_ends_the_others_and_the_run_resumes_from_its_last_checkpoint(
     tmp_path: Path, data: tuple[TokenizerFiles, TokenShards], layout: str
 ) -> None:
-    _kill_and_resume(_spec(tmp_path, **LAYOUTS[layout], optimizer__num_steps=80), data[1])
+    _kill_and_resume(_spec(tmp_path, **LAYOUTS[layout], optimizer__num_steps=KILLED_STEPS), data[1])
 
 
 def _kill_and_resume(spec: RunSpec, shards: TokenShards | PairShards) -> None:
@@ -171,7 +174,8 @@ def _kill_and_resume(spec: RunSpec, shards: TokenShards | PairShards) -> None:
     victim = attempt / f"{rank_name(spec.cluster.ranks - 1)}.pid"
 
     def kill_after_a_checkpoint(what: str, done: int, total: int | None) -> None:
-        if done > 10 and victim.exists() and not (attempt / "killed").exists():
+        has_saved = last_complete(spec.run_folder) is not None  # saves end while later steps run
+        if has_saved and victim.exists() and not (attempt / "killed").exists():
             os.kill(json.loads(victim.read_text())["process"]["pid"], signal.SIGKILL)
             (attempt / "killed").touch()
 
@@ -179,7 +183,7 @@ def _kill_and_resume(spec: RunSpec, shards: TokenShards | PairShards) -> None:
         train_run(spec, shards, run, kill_after_a_checkpoint)
     assert not find(in_run(read(attempt).run_id))
     first_losses = _losses(spec)
-    assert _train(spec, shards).step == 80
+    assert _train(spec, shards).step == KILLED_STEPS
     second_job = json.loads((attempt_folder(spec.run_folder, 2) / "spec.json").read_text())
     resumed = int(second_job["resume_tag"].removeprefix("step-"))
     repeated = {step: loss for step, loss in first_losses.items() if step > resumed}
@@ -221,4 +225,6 @@ def test_a_model_fine_tuned_on_pairs_is_certified_on_an_accelerator_and_so_are_a
 def test_a_killed_rank_on_pairs_resumes_from_its_last_checkpoint(
     tmp_path: Path, pairs: tuple[TokenizerFiles, PairShards]
 ) -> None:
-    _kill_and_resume(_spec(tmp_path, **PAIRS, **LAYOUTS["bf16-zero2-compiled"], optimizer__num_steps=80), pairs[1])
+    _kill_and_resume(
+        _spec(tmp_path, **PAIRS, **LAYOUTS["bf16-zero2-compiled"], optimizer__num_steps=KILLED_STEPS), pairs[1]
+    )
