@@ -1,0 +1,314 @@
+"""Pre-train on text, fine-tune on pairs, and measure what that is worth on held-out pairs, on one GPU.
+
+::
+
+    python -m benchmarks.real_task finetune_base --text FOLDER --train 'train.jsonl#source=en&target=de&task=en-de'
+        --validation validation.jsonl --test test.jsonl --tokenizer T5_MODEL --root DIR
+        [--text-recipe base] [--text-steps 2200] [--steps 600] [--seeds 0,1] [--set evaluate.num_beams=4]
+        [--text-set objective.input_tokens=256] [--until-seconds 570] [--into benchmarks/results/NAME.json]
+
+- pre-trained: the fine-tuning recipe, from the export of the pre-training recipe, once for each seed.
+- from scratch: the same pairs, steps, settings and seeds, from random weights of the same shape.
+
+All stages are those of a run, from reading the data to the evaluation of the export, without certificate and
+publication; the learning rate passes through its whole schedule in the given steps, with a tenth of them warm-up. So
+the baselines are those of the evaluation: the source copied, the model before fine-tuning, and the model given sources
+of other pairs. Their hypotheses and those of the models are scored against the same references, at most
+evaluate.max_pairs of each split, with 95% intervals by bootstrap. Predictions stay in DIR/runs/*/export/evaluation.
+
+A finished part is appended to DIR/real-task.jsonl and not repeated by the next command with the same root; one that was
+interrupted continues from its last checkpoint, which is saved when time runs out, too. Checkpoints of finished parts
+are removed. Expected for base on an H200: 390 s for pre-training, and 150 s for each fine-tuning. The exit code is 3 if
+time ran out.
+"""
+
+import argparse
+import json
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.comparison import Comparison, compare, parser, result
+from benchmarks.finished_rows import FinishedRow, FinishedRows
+from benchmarks.measured_result import Figure
+from benchmarks.time_budget import NOT_FINISHED, OutOfTime
+from flows.cli.terminal import progress_display
+from flows.spec_from_recipe import resolve
+from infra.head.training_run import hold_ready_run, train_run
+from t5train.checkpoint.consolidate import consolidate
+from t5train.data.corpus import build_corpus
+from t5train.data.pairs.pair_shards import build_pair_shards
+from t5train.data.pairs.pairs import build_pairs
+from t5train.data.shards import build_shards
+from t5train.data.vocabulary.tokenizer import given_tokenizer
+from t5train.errors import T5TrainError
+from t5train.files.atomic import write_text
+from t5train.files.run_folder import CHECKPOINTS, EXPORT, METRICS, WEIGHTS, WITNESS_FOLDER
+from t5train.inference.evaluation.export_evaluation import evaluate_export
+from t5train.progress import Progress
+from t5train.records import metrics
+from t5train.records.evaluation_metrics import SYSTEMS, EvaluationMetrics, recorded_metrics, weights_of
+from t5train.records.stage_records import Corpus, Export, Pairs, TokenizerFiles
+from t5train.release.export import export
+from t5train.spec import RunSpec
+from t5train.spec.rank_job import Shards
+
+TEXT, PRE_TRAINED, SCRATCH = "text", "pre-trained", "from scratch"
+FIRST_GUESS_SECONDS = 60.0
+"""Less time than a part takes, as an interrupted one continues: enough to start it, train some steps, and save."""
+SCHEDULE = {
+    "optimizer.schedule": "linear",
+    "optimizer.peak_learning_rate": "0.01",
+    "optimizer.final_learning_rate": "0",
+}
+"""For so few steps that a model which has learned little is far from done: a recipe's rate is for a long run."""
+_METRICS = {"bleu": "BLEU", "bleu_intl": "BLEU, intl", "chrf": "chrF", "exact_match": "exact match"}
+_SHOWN_EXAMPLES = 8
+
+
+class TaskRow(FinishedRow):
+    """A finished part: pre-training, or a fine-tuning with its evaluation."""
+
+    contender: str
+    seed: int
+    data: str
+    """The fingerprint of the text or the pairs."""
+    losses: dict[str, float]
+    """The last validation's, and the last training loss."""
+    weights: dict[str, str]
+    """The sha256 of each file of weights."""
+    evaluation: EvaluationMetrics | None = None
+
+
+class Task(NamedTuple):
+    """What is trained on what."""
+
+    comparison: Comparison
+    text: RunSpec
+    corpus: Corpus
+    pairs: Pairs
+    tokenizer: TokenizerFiles
+    seeds: tuple[int, ...]
+
+    def spec(self, contender: str, seed: int) -> RunSpec:
+        """Return the spec of a part."""
+        if contender == TEXT:
+            return self.text
+        start = self.text.run_folder / EXPORT if contender == PRE_TRAINED else None
+        changes = {
+            "name": f"{contender.replace(' ', '-')}-{seed}",
+            "optimizer.seed": seed,
+            "model.start_from": json.dumps(start and str(start)),
+        }
+        return self.comparison.spec.with_settings(changes)
+
+
+def main() -> int:
+    """Do what is not yet done, and print the table. Return 3 if time ran out."""
+    given = _arguments()
+    places = {name: json.dumps([getattr(given, name)]) for name in ("train", "validation", "test")}
+    same = {"cluster.ranks": "1", "tokenizer.path": given.tokenizer, "storage.keep_last": "1"}
+    of_pairs = SCHEDULE | _short(given.steps) | same | {f"pairs.{name}": place for name, place in places.items()}
+    of_text = _short(given.text_steps) | same | {"name": TEXT, "corpus.source": given.text}
+    given.set = _changes(of_pairs, given.set)
+    text_changes = dict(each.split("=", 1) for each in _changes(of_text, given.text_set))
+    comparison = compare(given)
+    settings = (*comparison.subject.settings, *(f"text: {name}={value}" for name, value in text_changes.items()))
+    comparison = comparison._replace(
+        spec=comparison.spec.with_settings({"storage.root": json.dumps(str(comparison.root))}),
+        subject=comparison.subject.model_copy(update={"settings": settings}),
+    )
+    try:
+        task = _task(comparison, resolve(given.text_recipe, text_changes, root=comparison.root), given.seeds)
+        rows = FinishedRows(comparison.root / "real-task.jsonl", TaskRow, comparison.subject)
+        if ignored := rows.ignored():
+            print(ignored, flush=True)
+        code = _do_all(task, rows)
+    except OutOfTime as error:
+        print(f"stopped: {error}. The same command continues", flush=True)
+        return NOT_FINISHED
+    except T5TrainError as error:
+        raise SystemExit(str(error)) from None
+    done = [row for row in rows.finished if row.data in {task.corpus.fingerprint, task.pairs.fingerprint}]
+    what = f"Pre-training {given.text_recipe} and fine-tuning {given.recipe} on a real task"
+    command = f"benchmarks.real_task {shlex.join(sys.argv[1:])}"
+    found = result(comparison, what, command, _notes(task, done), list(_table(done)))
+    print(found.text())
+    if given.into:
+        with_examples = found.model_copy(update={"rows": [*found.rows, *_examples(done)]})
+        write_text(given.into, with_examples.model_dump_json(indent=1) + "\n")
+    return code
+
+
+def _arguments() -> argparse.Namespace:
+    made = parser(__doc__, steps=600)
+    made.add_argument("--text", required=True, help="text to pre-train on, as t5-pretrain run --corpus takes it")
+    for split in ("train", "validation", "test"):
+        made.add_argument(f"--{split}", required=True, metavar="FILE", help=f"pairs, as pairs.{split} names them")
+    made.add_argument("--tokenizer", required=True, help="spiece.model, or folder with one")
+    made.add_argument("--text-recipe", default="base", help="recipe of pre-training; base by default")
+    made.add_argument("--text-steps", type=int, default=2200, help="steps of pre-training; 2200 by default")
+    made.add_argument("--text-set", action="append", default=[], metavar="PART.KEY=VALUE", help="setting of it")
+    made.add_argument("--seeds", default="0,1", help="comma-separated seeds of fine-tuning")
+    given = made.parse_args()
+    given.seeds = tuple(map(int, given.seeds.split(",")))
+    return given
+
+
+def _short(steps: int) -> dict[str, str]:
+    """Return the settings of a run of so few steps."""
+    return {
+        "optimizer.num_steps": str(steps),
+        "optimizer.warmup_steps": str(steps // 10),
+        "storage.checkpoint_every_steps": str(max(1, steps // 2)),
+        "storage.validate_every_steps": str(max(1, steps // 4)),
+    }
+
+
+def _changes(defaults: dict[str, str], given: Sequence[str]) -> list[str]:
+    """Return settings as they are given to a command, those of a user last."""
+    if wrong := [change for change in given if "=" not in change]:
+        raise SystemExit(f"--set {wrong[0]} is not of the form part.key=value")
+    changes = defaults | dict(change.split("=", 1) for change in given)
+    return [f"{name}={value}" for name, value in changes.items()]
+
+
+def _task(comparison: Comparison, text: RunSpec, seeds: tuple[int, ...]) -> Task:
+    """Read text and pairs, or verify what an earlier command has made of them."""
+    root, tokenizer = comparison.root, Path(str(text.tokenizer.path))
+    with progress_display() as progress:
+        corpus = build_corpus(text.corpus, root, progress)
+        pairs = build_pairs(comparison.spec.pairs, root, progress)
+        return Task(comparison, text, corpus, pairs, given_tokenizer(tokenizer, root, progress), seeds)
+
+
+def _do_all(task: Task, rows: FinishedRows[TaskRow]) -> int:
+    """Do what is not yet done, as far as time allows: of each seed first the one that was pre-trained."""
+    parts = [(TEXT, 0), *((contender, seed) for seed in task.seeds for contender in (PRE_TRAINED, SCRATCH))]
+    try:
+        for contender, seed in parts:
+            data = task.corpus.fingerprint if contender == TEXT else task.pairs.fingerprint
+            if (contender, seed, data) not in {(row.contender, row.seed, row.data) for row in rows.finished}:
+                _do(task, rows, contender, seed, data)
+    except OutOfTime as error:
+        print(f"stopped: {error}. The same command continues", flush=True)
+        return NOT_FINISHED
+    finally:
+        task.comparison.budget.close()
+    return 0
+
+
+def _do(task: Task, rows: FinishedRows[TaskRow], contender: str, seed: int, data: str) -> None:
+    """Do a part, or continue it, and append its row."""
+    what, started = f"{contender}, seed {seed}", time.monotonic()
+    task.comparison.budget.require(what, FIRST_GUESS_SECONDS)
+    print(f"{what}: starts", flush=True)
+    spec = task.spec(contender, seed)
+    with progress_display() as progress:
+        exported = _exported(task, spec, progress)
+        if spec.is_fine_tuning:
+            exported = evaluate_export(exported, task.pairs, spec, spec.run_folder, progress)
+    found: dict[str, Any] = {
+        "contender": contender,
+        "seed": seed,
+        "data": data,
+        "losses": _last_losses(spec.run_folder / METRICS),
+        "weights": weights_of(exported.files),
+        "evaluation": recorded_metrics(exported.path, exported.files),
+        "duration_seconds": time.monotonic() - started,
+    }
+    rows.add(TaskRow(**task.comparison.facts(), **found))
+    for name in (CHECKPOINTS, WEIGHTS):
+        shutil.rmtree(spec.run_folder / name)
+    print(f"{what}: done after {found['duration_seconds']:.0f} s, {found['losses']}", flush=True)
+
+
+def _exported(task: Task, spec: RunSpec, progress: Progress) -> Export:
+    """Train a run from its last checkpoint, and export it."""
+    folder, root = spec.run_folder, spec.storage.root
+    shards: Shards
+    if spec.is_fine_tuning:
+        shards = build_pair_shards(spec.pairs, task.pairs, task.tokenizer, root, progress)
+    else:
+        shards = build_shards(spec.shards, spec.corpus, task.corpus, task.tokenizer, root, progress)
+    with hold_ready_run(spec) as run:
+        checkpoint = train_run(spec, shards, run, progress)
+    out, start = folder / WEIGHTS, spec.model.start_from
+    weights = consolidate(folder / CHECKPOINTS, out, tag=checkpoint.tag, start_from=start, progress=progress)
+    return export(weights, task.tokenizer, folder / WITNESS_FOLDER, spec, folder / EXPORT, progress)
+
+
+def _last_losses(file: Path) -> dict[str, float]:
+    last: dict[str, float] = {}
+    for line in metrics.read(file):
+        last |= {name: value for name, value in line.items() if name.endswith("loss") and value is not None}
+    return {name: round(value, 4) for name, value in last.items()}
+
+
+def _table(rows: Sequence[TaskRow]) -> Iterator[dict[str, Figure]]:
+    """Yield a row for pre-training, then for each system and split, the baselines once."""
+    shown = set[tuple[str, str]]()
+    for row in rows:
+        facts: dict[str, Figure] = {
+            "seconds": round(row.duration_seconds),
+            "validation loss": row.losses.get("validation_loss"),
+            "weights": " ".join(row.weights.values()),
+        }
+        if row.evaluation is None:
+            yield {"system": "pre-training", **facts}
+            continue
+        for group in row.evaluation.groups:
+            of_model = facts | {
+                "not ended": group.not_ended,
+                "unknown": group.unknown,
+                "predictions": " ".join(row.evaluation.predictions.values()),
+            }
+            for system, found in group.systems.items():
+                is_common = system in {"copy", "start"}  # the same for each seed
+                if is_common and (system, group.split) in shown:
+                    continue
+                shown.add((system, group.split))
+                name = f"{row.contender}, seed {row.seed}"
+                yield {
+                    "system": SYSTEMS[system] if is_common else name if system == "model" else f"{name}, {system}",
+                    "split": group.split,
+                    "pairs": group.pairs,
+                    **{shown: _interval(found, name) for name, shown in _METRICS.items() if name in found},
+                    **(of_model if system == "model" else {}),
+                }
+
+
+def _interval(found: dict[str, Any], name: str) -> str:
+    metric = found[name]
+    return f"{metric.value:.2f}" + (f" ({metric.low:.2f} to {metric.high:.2f})" if metric.low is not None else "")
+
+
+def _examples(rows: Sequence[TaskRow]) -> Iterator[dict[str, Figure]]:
+    """Yield the first examples of the evaluations, which are of the same pairs."""
+    evaluated = {f"{row.contender}, seed {row.seed}": row.evaluation for row in rows if row.evaluation}
+    of_all = zip(*(each.examples[:_SHOWN_EXAMPLES] for each in evaluated.values()), strict=True)
+    for examples in of_all:
+        hypotheses = dict(zip(evaluated, (each.hypothesis for each in examples), strict=True))
+        yield {"source": examples[0].source, "reference": examples[0].reference, **hypotheses}
+
+
+def _notes(task: Task, rows: Sequence[TaskRow]) -> str:
+    spec, text, counts = task.comparison.spec, task.text, task.pairs.counts
+    signatures = next((row.evaluation.signatures for row in rows if row.evaluation), {})
+    losses = {f"{row.contender}, seed {row.seed}": row.losses for row in rows}
+    return (
+        f"{text.optimizer.num_steps} steps of {text.optimizer.global_batch_sequences} rows of text; "
+        f"{spec.optimizer.num_steps} steps of {spec.optimizer.global_batch_sequences} rows of pairs "
+        f"({spec.pairs.input_tokens} + {spec.pairs.target_tokens} tokens), {spec.optimizer.kind} "
+        f"{spec.optimizer.peak_learning_rate}, {spec.optimizer.schedule}, dropout {spec.model.dropout_rate}, "
+        f"{spec.optimizer.precision}. {counts['train_pairs']:,} pairs to train on, {counts['validation_pairs']:,} to "
+        f"validate on and {counts['test_pairs']:,} to test on. {signatures}. Last losses: {losses}."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
