@@ -51,7 +51,7 @@ class FinishedRows(Generic[Row]):
     """The finished measurements of one subject, in a file that may also hold those of others."""
 
     def __init__(self, path: Path, kind: type[Row], subject: Subject) -> None:
-        self._path, self._subject = path, subject
+        self._path, self.subject = path, subject
         self.all: list[Row] = list(_read(path, kind))
         """Those of every subject."""
         self.finished: list[Row] = [row for row in self.all if row.subject == subject]
@@ -69,12 +69,12 @@ class FinishedRows(Generic[Row]):
 
     def like(self) -> list[Row]:
         """Return all measurements of this recipe and these settings, with whatever code and on whatever machine."""
-        return [row for row in self.all if _same(row.subject, self._subject, _WHAT)]
+        return [row for row in self.all if _same(row.subject, self.subject, _WHAT)]
 
     def ignored(self) -> str:
         """Return a sentence about the measurements that are not used, and why; empty if there are none."""
-        others = [row.subject for row in self.like() if row.subject != self._subject]
-        reasons = Counter(_reasons(other, self._subject) for other in others)
+        others = [row.subject for row in self.like() if row.subject != self.subject]
+        reasons = Counter(_reasons(other, self.subject) for other in others)
         if not reasons:
             return ""
         listed = "; ".join(f"{number} of {why}" for why, number in reasons.most_common())

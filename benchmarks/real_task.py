@@ -75,6 +75,8 @@ class TaskRow(FinishedRow):
 
     contender: str
     seed: int
+    run: str
+    """The name of its folder."""
     data: str
     """The fingerprint of the text or the pairs."""
     losses: dict[str, float]
@@ -92,19 +94,25 @@ class Task(NamedTuple):
     corpus: Corpus
     pairs: Pairs
     tokenizer: TokenizerFiles
-    seeds: tuple[int, ...]
 
     def spec(self, contender: str, seed: int) -> RunSpec:
-        """Return the spec of a part."""
+        """Return the spec of a part. Other settings are another run."""
         if contender == TEXT:
             return self.text
         start = self.text.run_folder / EXPORT if contender == PRE_TRAINED else None
-        changes = {
-            "name": f"{contender.replace(' ', '-')}-{seed}",
-            "optimizer.seed": seed,
-            "model.start_from": json.dumps(start and str(start)),
-        }
+        changes = {"optimizer.seed": seed, "model.start_from": json.dumps(start and str(start))}
         return self.comparison.spec.with_settings(changes)
+
+
+class Done(NamedTuple):
+    """The finished parts. Pre-training does not depend on the settings of fine-tuning."""
+
+    text: FinishedRows[TaskRow]
+    pairs: FinishedRows[TaskRow]
+
+    def of(self, contender: str) -> FinishedRows[TaskRow]:
+        """Return those of the kind of a part."""
+        return self.text if contender == TEXT else self.pairs
 
 
 def main() -> int:
@@ -112,34 +120,36 @@ def main() -> int:
     given = _arguments()
     places = {name: json.dumps([getattr(given, name)]) for name in ("train", "validation", "test")}
     same = {"cluster.ranks": "1", "tokenizer.path": given.tokenizer, "storage.keep_last": "1"}
-    of_pairs = SCHEDULE | _short(given.steps) | same | {f"pairs.{name}": place for name, place in places.items()}
-    of_text = _short(given.text_steps) | same | {"name": TEXT, "corpus.source": given.text}
-    given.set = _changes(of_pairs, given.set)
-    text_changes = dict(each.split("=", 1) for each in _changes(of_text, given.text_set))
+    pairs_settings = SCHEDULE | _short(given.steps) | same | {f"pairs.{name}": place for name, place in places.items()}
+    text_settings = _short(given.text_steps) | same | {"corpus.source": given.text}
+    given.set = _changes(pairs_settings, given.set)
+    text_changes = dict(each.split("=", 1) for each in _changes(text_settings, given.text_set))
     comparison = compare(given)
-    settings = (*comparison.subject.settings, *(f"text: {name}={value}" for name, value in text_changes.items()))
+    of_pairs, settings = comparison.subject, tuple(f"text: {name}={value}" for name, value in text_changes.items())
     comparison = comparison._replace(
         spec=comparison.spec.with_settings({"storage.root": json.dumps(str(comparison.root))}),
-        subject=comparison.subject.model_copy(update={"settings": settings}),
+        subject=of_pairs.model_copy(update={"settings": (*of_pairs.settings, *settings)}),
     )
+    of_text = of_pairs.model_copy(update={"recipe": given.text_recipe, "settings": settings, "steps": given.text_steps})
+    file = comparison.root / "real-task.jsonl"
     try:
-        task = _task(comparison, resolve(given.text_recipe, text_changes, root=comparison.root), given.seeds)
-        rows = FinishedRows(comparison.root / "real-task.jsonl", TaskRow, comparison.subject)
-        if ignored := rows.ignored():
+        task = _task(comparison, resolve(given.text_recipe, text_changes, root=comparison.root))
+        done = Done(FinishedRows(file, TaskRow, of_text), FinishedRows(file, TaskRow, comparison.subject))
+        for ignored in filter(None, (rows.ignored() for rows in done)):
             print(ignored, flush=True)
-        code = _do_all(task, rows)
+        code = _do_all(task, done, given.seeds)
     except OutOfTime as error:
         print(f"stopped: {error}. The same command continues", flush=True)
         return NOT_FINISHED
     except T5TrainError as error:
         raise SystemExit(str(error)) from None
-    done = [row for row in rows.finished if row.data in {task.corpus.fingerprint, task.pairs.fingerprint}]
+    finished = [row for rows in done for row in rows.finished if row.data == _data(task, row.contender)]
     what = f"Pre-training {given.text_recipe} and fine-tuning {given.recipe} on a real task"
     command = f"benchmarks.real_task {shlex.join(sys.argv[1:])}"
-    found = result(comparison, what, command, _notes(task, done), list(_table(done)))
+    found = result(comparison, what, command, _notes(task, finished), list(_table(finished)))
     print(found.text())
     if given.into:
-        with_examples = found.model_copy(update={"rows": [*found.rows, *_examples(done)]})
+        with_examples = found.model_copy(update={"rows": [*found.rows, *_examples(finished)]})
         write_text(given.into, with_examples.model_dump_json(indent=1) + "\n")
     return code
 
@@ -177,23 +187,27 @@ def _changes(defaults: dict[str, str], given: Sequence[str]) -> list[str]:
     return [f"{name}={value}" for name, value in changes.items()]
 
 
-def _task(comparison: Comparison, text: RunSpec, seeds: tuple[int, ...]) -> Task:
+def _task(comparison: Comparison, text: RunSpec) -> Task:
     """Read text and pairs, or verify what an earlier command has made of them."""
     root, tokenizer = comparison.root, Path(str(text.tokenizer.path))
     with progress_display() as progress:
         corpus = build_corpus(text.corpus, root, progress)
         pairs = build_pairs(comparison.spec.pairs, root, progress)
-        return Task(comparison, text, corpus, pairs, given_tokenizer(tokenizer, root, progress), seeds)
+        return Task(comparison, text, corpus, pairs, given_tokenizer(tokenizer, root, progress))
 
 
-def _do_all(task: Task, rows: FinishedRows[TaskRow]) -> int:
+def _data(task: Task, contender: str) -> str:
+    return task.corpus.fingerprint if contender == TEXT else task.pairs.fingerprint
+
+
+def _do_all(task: Task, done: Done, seeds: Sequence[int]) -> int:
     """Do what is not yet done, as far as time allows: of each seed first the one that was pre-trained."""
-    parts = [(TEXT, 0), *((contender, seed) for seed in task.seeds for contender in (PRE_TRAINED, SCRATCH))]
+    parts = [(TEXT, 0), *((contender, seed) for seed in seeds for contender in (PRE_TRAINED, SCRATCH))]
     try:
         for contender, seed in parts:
-            data = task.corpus.fingerprint if contender == TEXT else task.pairs.fingerprint
-            if (contender, seed, data) not in {(row.contender, row.seed, row.data) for row in rows.finished}:
-                _do(task, rows, contender, seed, data)
+            rows, wanted = done.of(contender).finished, (contender, seed, _data(task, contender))
+            if wanted not in {(row.contender, row.seed, row.data) for row in rows}:
+                _do(task, done.of(contender), contender, seed)
     except OutOfTime as error:
         print(f"stopped: {error}. The same command continues", flush=True)
         return NOT_FINISHED
@@ -202,12 +216,14 @@ def _do_all(task: Task, rows: FinishedRows[TaskRow]) -> int:
     return 0
 
 
-def _do(task: Task, rows: FinishedRows[TaskRow], contender: str, seed: int, data: str) -> None:
+def _do(task: Task, rows: FinishedRows[TaskRow], contender: str, seed: int) -> None:
     """Do a part, or continue it, and append its row."""
     what, started = f"{contender}, seed {seed}", time.monotonic()
     task.comparison.budget.require(what, FIRST_GUESS_SECONDS)
     print(f"{what}: starts", flush=True)
     spec = task.spec(contender, seed)
+    if not (spec.run_folder / CHECKPOINTS).exists():  # it was finished with other code, as its export says
+        shutil.rmtree(spec.run_folder, ignore_errors=True)
     with progress_display() as progress:
         exported = _exported(task, spec, progress)
         if spec.is_fine_tuning:
@@ -215,13 +231,14 @@ def _do(task: Task, rows: FinishedRows[TaskRow], contender: str, seed: int, data
     found: dict[str, Any] = {
         "contender": contender,
         "seed": seed,
-        "data": data,
+        "run": spec.run_name,
+        "data": _data(task, contender),
         "losses": _last_losses(spec.run_folder / METRICS),
         "weights": weights_of(exported.files),
         "evaluation": recorded_metrics(exported.path, exported.files),
         "duration_seconds": time.monotonic() - started,
     }
-    rows.add(TaskRow(**task.comparison.facts(), **found))
+    rows.add(TaskRow(**(task.comparison.facts() | {"subject": rows.subject}), **found))
     for name in (CHECKPOINTS, WEIGHTS):
         shutil.rmtree(spec.run_folder / name)
     print(f"{what}: done after {found['duration_seconds']:.0f} s, {found['losses']}", flush=True)
@@ -254,6 +271,7 @@ def _table(rows: Sequence[TaskRow]) -> Iterator[dict[str, Figure]]:
     shown = set[tuple[str, str]]()
     for row in rows:
         facts: dict[str, Figure] = {
+            "run": row.run,
             "seconds": round(row.duration_seconds),
             "validation loss": row.losses.get("validation_loss"),
             "weights": " ".join(row.weights.values()),
