@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from benchmarks.comparison import Comparison, compare, parser, result
 from benchmarks.finished_rows import FinishedRow, FinishedRows
 from benchmarks.measured_result import Figure
-from benchmarks.time_budget import NOT_FINISHED, OutOfTime
+from benchmarks.time_budget import NOT_FINISHED, OutOfTime, TimeBudget
 from flows.cli.terminal import progress_display
 from flows.spec_from_recipe import resolve
 from infra.head.training_run import hold_ready_run, train_run
@@ -66,8 +66,14 @@ SCHEDULE = {
     "optimizer.final_learning_rate": "0",
 }
 """For so few steps that a model which has learned little is far from done: a recipe's rate is for a long run."""
+SAVING_SECONDS = 15.0
+"""Left when a training that does not end in time is told to save."""
 _METRICS = {"bleu": "BLEU", "bleu_intl": "BLEU, intl", "chrf": "chrF", "exact_match": "exact match"}
 _SHOWN_EXAMPLES = 8
+
+
+class Ending(BaseException):
+    """Time is running out. As this is no failure, ranks get time to save."""
 
 
 class TaskRow(FinishedRow):
@@ -224,10 +230,14 @@ def _do(task: Task, rows: FinishedRows[TaskRow], contender: str, seed: int) -> N
     spec = task.spec(contender, seed)
     if not (spec.run_folder / CHECKPOINTS).exists():  # it was finished with other code, as its export says
         shutil.rmtree(spec.run_folder, ignore_errors=True)
-    with progress_display() as progress:
-        exported = _exported(task, spec, progress)
-        if spec.is_fine_tuning:
-            exported = evaluate_export(exported, task.pairs, spec, spec.run_folder, progress)
+    with progress_display() as shown:
+        progress = _in_time(task.comparison.budget, shown)
+        try:
+            exported = _exported(task, spec, progress)
+            if spec.is_fine_tuning:
+                exported = evaluate_export(exported, task.pairs, spec, spec.run_folder, progress)
+        except Ending:
+            raise OutOfTime(f"{what} did not end in time") from None
     found: dict[str, Any] = {
         "contender": contender,
         "seed": seed,
@@ -242,6 +252,18 @@ def _do(task: Task, rows: FinishedRows[TaskRow], contender: str, seed: int) -> N
     for name in (CHECKPOINTS, WEIGHTS):
         shutil.rmtree(spec.run_folder / name)
     print(f"{what}: done after {found['duration_seconds']:.0f} s, {found['losses']}", flush=True)
+
+
+def _in_time(budget: TimeBudget, progress: Progress) -> Progress:
+    """Return what shows progress, and ends the work that reports it shortly before its time is over."""
+
+    def report(what: str, done: int, total: int | None) -> None:
+        if budget.left < SAVING_SECONDS:
+            budget.close()  # from now on, ranks are saving
+            raise Ending
+        progress(what, done, total)
+
+    return report
 
 
 def _exported(task: Task, spec: RunSpec, progress: Progress) -> Export:

@@ -23,7 +23,7 @@ TINY = {
     "cluster.accelerator": "cpu",
 }
 OF_PAIRS = {"pairs.input_tokens": 32, "pairs.target_tokens": 32, "evaluate.max_new_tokens": 4}
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_ranks", "quick_workers")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_ranks")]
 
 
 def test_both_are_measured_on_the_same_pairs_and_a_finished_part_is_not_repeated(
@@ -49,8 +49,9 @@ def test_both_are_measured_on_the_same_pairs_and_a_finished_part_is_not_repeated
     text_row, pre_trained, scratch = map(TaskRow.model_validate_json, lines)
     assert (text_row.contender, pre_trained.contender, scratch.contender) == ("text", "pre-trained", "from scratch")
     assert pre_trained.data == scratch.data != text_row.data
-    assert pre_trained.evaluation and scratch.evaluation
-    copied = [each.evaluation.groups[-1].systems["copy"] for each in (pre_trained, scratch) if each.evaluation]
+    assert pre_trained.evaluation
+    assert scratch.evaluation
+    copied = [each.groups[-1].systems["copy"] for each in (pre_trained.evaluation, scratch.evaluation)]
     assert copied[0] == copied[1]
     assert "start" in pre_trained.evaluation.groups[0].systems, "it started from the model that was pre-trained"
     assert "start" not in scratch.evaluation.groups[0].systems
