@@ -100,6 +100,15 @@ class Task(NamedTuple):
     corpus: Corpus
     pairs: Pairs
     tokenizer: TokenizerFiles
+    of_text: FinishedRows[TaskRow]
+    """Finished pre-training, which does not depend on the settings of fine-tuning."""
+    of_pairs: FinishedRows[TaskRow]
+
+    @property
+    def finished(self) -> list[TaskRow]:
+        """What is finished with this text and these pairs."""
+        data = {self.corpus.fingerprint, self.pairs.fingerprint}
+        return [row for rows in (self.of_text, self.of_pairs) for row in rows.finished if row.data in data]
 
     def spec(self, contender: str, seed: int) -> RunSpec:
         """Return the spec of a part. Other settings are another run."""
@@ -108,17 +117,6 @@ class Task(NamedTuple):
         start = self.text.run_folder / EXPORT if contender == PRE_TRAINED else None
         changes = {"optimizer.seed": seed, "model.start_from": json.dumps(start and str(start))}
         return self.comparison.spec.with_settings(changes)
-
-
-class Done(NamedTuple):
-    """The finished parts. Pre-training does not depend on the settings of fine-tuning."""
-
-    text: FinishedRows[TaskRow]
-    pairs: FinishedRows[TaskRow]
-
-    def of(self, contender: str) -> FinishedRows[TaskRow]:
-        """Return those of the kind of a part."""
-        return self.text if contender == TEXT else self.pairs
 
 
 def main() -> int:
@@ -131,31 +129,22 @@ def main() -> int:
     given.set = _changes(pairs_settings, given.set)
     text_changes = dict(each.split("=", 1) for each in _changes(text_settings, given.text_set))
     comparison = compare(given)
-    of_pairs, settings = comparison.subject, tuple(f"text: {name}={value}" for name, value in text_changes.items())
-    comparison = comparison._replace(
-        spec=comparison.spec.with_settings({"storage.root": json.dumps(str(comparison.root))}),
-        subject=of_pairs.model_copy(update={"settings": (*of_pairs.settings, *settings)}),
-    )
-    of_text = of_pairs.model_copy(update={"recipe": given.text_recipe, "settings": settings, "steps": given.text_steps})
-    file = comparison.root / "real-task.jsonl"
     try:
-        task = _task(comparison, resolve(given.text_recipe, text_changes, root=comparison.root))
-        done = Done(FinishedRows(file, TaskRow, of_text), FinishedRows(file, TaskRow, comparison.subject))
-        for ignored in filter(None, (rows.ignored() for rows in done)):
+        task = _task(comparison, given, text_changes)
+        for ignored in filter(None, (task.of_text.ignored(), task.of_pairs.ignored())):
             print(ignored, flush=True)
-        code = _do_all(task, done, given.seeds)
+        code = _do_all(task, given.seeds)
     except OutOfTime as error:
         print(f"stopped: {error}. The same command continues", flush=True)
         return NOT_FINISHED
     except T5TrainError as error:
         raise SystemExit(str(error)) from None
-    finished = [row for rows in done for row in rows.finished if row.data == _data(task, row.contender)]
     what = f"Pre-training {given.text_recipe} and fine-tuning {given.recipe} on a real task"
-    command = f"benchmarks.real_task {shlex.join(sys.argv[1:])}"
-    found = result(comparison, what, command, _notes(task, finished), list(_table(finished)))
+    command, rows = f"benchmarks.real_task {shlex.join(sys.argv[1:])}", task.finished
+    found = result(comparison, what, command, _notes(task, rows), list(_table(rows)))
     print(found.text())
     if given.into:
-        with_examples = found.model_copy(update={"rows": [*found.rows, *_examples(finished)]})
+        with_examples = found.model_copy(update={"rows": [*found.rows, *_examples(rows)]})
         write_text(given.into, with_examples.model_dump_json(indent=1) + "\n")
     return code
 
@@ -193,27 +182,32 @@ def _changes(defaults: dict[str, str], given: Sequence[str]) -> list[str]:
     return [f"{name}={value}" for name, value in changes.items()]
 
 
-def _task(comparison: Comparison, text: RunSpec) -> Task:
+def _task(comparison: Comparison, given: argparse.Namespace, text_changes: dict[str, str]) -> Task:
     """Read text and pairs, or verify what an earlier command has made of them."""
-    root, tokenizer = comparison.root, Path(str(text.tokenizer.path))
+    root, subject = comparison.root, comparison.subject
+    text = resolve(given.text_recipe, text_changes, root=root)
+    spec = comparison.spec.with_settings({"storage.root": json.dumps(str(root))})
+    settings = tuple(f"text: {name}={value}" for name, value in text_changes.items())
+    of_text = subject.model_copy(update={"recipe": given.text_recipe, "settings": settings, "steps": given.text_steps})
+    of_pairs = subject.model_copy(update={"settings": (*subject.settings, *settings)})
     with progress_display() as progress:
-        corpus = build_corpus(text.corpus, root, progress)
-        pairs = build_pairs(comparison.spec.pairs, root, progress)
-        return Task(comparison, text, corpus, pairs, given_tokenizer(tokenizer, root, progress))
+        return Task(
+            comparison._replace(spec=spec),
+            text,
+            build_corpus(text.corpus, root, progress),
+            build_pairs(spec.pairs, root, progress),
+            given_tokenizer(Path(given.tokenizer), root, progress),
+            *(FinishedRows(root / "real-task.jsonl", TaskRow, each) for each in (of_text, of_pairs)),
+        )
 
 
-def _data(task: Task, contender: str) -> str:
-    return task.corpus.fingerprint if contender == TEXT else task.pairs.fingerprint
-
-
-def _do_all(task: Task, done: Done, seeds: Sequence[int]) -> int:
+def _do_all(task: Task, seeds: Sequence[int]) -> int:
     """Do what is not yet done, as far as time allows: of each seed first the one that was pre-trained."""
     parts = [(TEXT, 0), *((contender, seed) for seed in seeds for contender in (PRE_TRAINED, SCRATCH))]
     try:
         for contender, seed in parts:
-            rows, wanted = done.of(contender).finished, (contender, seed, _data(task, contender))
-            if wanted not in {(row.contender, row.seed, row.data) for row in rows}:
-                _do(task, done.of(contender), contender, seed)
+            if (contender, seed) not in {(row.contender, row.seed) for row in task.finished}:
+                _do(task, contender, seed)
     except OutOfTime as error:
         print(f"stopped: {error}. The same command continues", flush=True)
         return NOT_FINISHED
@@ -222,7 +216,7 @@ def _do_all(task: Task, done: Done, seeds: Sequence[int]) -> int:
     return 0
 
 
-def _do(task: Task, rows: FinishedRows[TaskRow], contender: str, seed: int) -> None:
+def _do(task: Task, contender: str, seed: int) -> None:
     """Do a part, or continue it, and append its row."""
     what, started = f"{contender}, seed {seed}", time.monotonic()
     task.comparison.budget.require(what, FIRST_GUESS_SECONDS)
@@ -238,11 +232,12 @@ def _do(task: Task, rows: FinishedRows[TaskRow], contender: str, seed: int) -> N
                 exported = evaluate_export(exported, task.pairs, spec, spec.run_folder, progress)
         except Ending:
             raise OutOfTime(f"{what} did not end in time") from None
+    data, rows = (task.pairs, task.of_pairs) if spec.is_fine_tuning else (task.corpus, task.of_text)
     found: dict[str, Any] = {
         "contender": contender,
         "seed": seed,
         "run": spec.run_name,
-        "data": _data(task, contender),
+        "data": data.fingerprint,
         "losses": _last_losses(spec.run_folder / METRICS),
         "weights": weights_of(exported.files),
         "evaluation": recorded_metrics(exported.path, exported.files),
