@@ -9,12 +9,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from infra.head import retries
 from infra.head.host_selection import require_hosts, training_hosts
 from infra.head.hosts.hostfile import Hosts
-from infra.head.hosts.ssh import Ssh
 from infra.head.launch.cluster_launch import ClusterLaunchSpec, launch_on_hosts
 from infra.head.launch.held_run import HeldRun, end_all, hold_run
 from infra.head.launch.local_launch import LaunchSpec, launch
@@ -170,9 +168,7 @@ class _Training:
 
     def _on_nodes(self, needs: LaunchRequirements, hosts: Hosts) -> RunStorage:
         spec = self.spec
-        # The claim on the hosts is also renewed between two launches, so this folder must exist until the release.
-        folder = self.run.at_release.enter_context(TemporaryDirectory(prefix="t5-hosts-"))
-        transport = Ssh.configured(spec.cluster, Path(folder))
+        transport = self.run.transport(spec.cluster)
         begun, unique_id = resume.run_fingerprint(spec, self.shards), resume.unique_id(spec.run_folder)
         of_nodes = NodeRun.of(spec, begun, str(unique_id), hosts, transport, needs.checkpoint_bytes)
         return NodeLocalStorage(of_nodes, self._write_job, self.progress, self.run.claim, self.adopt, self.staged)

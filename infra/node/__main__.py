@@ -6,7 +6,7 @@
     probe     run this node's ranks of preflight's all-reduce
     end_probe end these ranks
     prepare   create the folder of an attempt
-    watch     report what the ranks of an attempt do and carry out the head's orders, until stdin ends
+    serve     renew the head's leases, watch an attempt and carry out the head's orders, until stdin ends
     end       end an attempt
     logs      send the files of an attempt, packed
     remove    remove the folder of an attempt
@@ -58,7 +58,7 @@ ACTIONS = {
     "probe": "infra.node.inspection.all_reduce:probe",
     "end_probe": "infra.node.inspection.all_reduce:end_probe",
     "prepare": "infra.node.attempts.attempt_actions:prepare",
-    "watch": "infra.node.attempts.session_server:watch",
+    "serve": "infra.node.attempts.agent:serve",
     "end": "infra.node.attempts.attempt_actions:end",
     "logs": "infra.node.attempts.attempt_actions:logs",
     "remove": "infra.node.attempts.attempt_actions:remove",

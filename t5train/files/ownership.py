@@ -1,4 +1,4 @@
-"""Ownership of a run in one place: its folder, its hosts' disks, or its bucket.
+"""Ownership of a run in one place: its folder or its bucket.
 
 Places differ in what a head writes there, and in when another head may take over. What they share is here: a thread
 that renews, the decision that the run is lost, and an end that does not wait for a place that hangs. Standard library
@@ -14,7 +14,6 @@ from copy import copy
 from t5train.errors import RunLocked
 from t5train.files.os_errors import in_one_line
 
-RENEWALS_IN_A_LEASE = 4
 _END_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class Ownership(ABC):
     def release(self) -> None:
         """Stop renewing, and release the run, so that another head need not wait. Does nothing the second time.
 
-        Waits only a few seconds. A request to a host that hangs can delay the process's exit until its own deadline.
+        Waits only a few seconds, if the place hangs.
         """
         self._ended.set()
         self._thread.join(_END_SECONDS)

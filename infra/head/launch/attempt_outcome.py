@@ -13,7 +13,7 @@ from infra.head.launch.supervision import Supervision
 from infra.head.launch.verdict import Evidence, Hops, verdict
 from infra.head.stop_signal import stopping_line, undisturbed
 from infra.node.attempts import attempt
-from infra.node.attempts.session_messages import Order
+from infra.node.attempts.agent_messages import Order
 from t5train.errors import HostLost, T5TrainError
 
 _LOOK_SECONDS = 0.5

@@ -2,7 +2,7 @@
 
 ::
 
-    head (this process) ─┬─ ssh: a session on each host (infra.head.launch.supervision)
+    head (this process) ─┬─ ssh: an agent on each host (infra.head.hosts.agents)
                          └─ guard ── deepspeed.launcher.runner ── pdsh ── ssh to each host
     host: sshd ── deepspeed.launcher.launch ── guard ── rank
 
@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from infra.head.hosts.code_shipping import hosts_with_code, path_to, shipped_code
 from infra.head.hosts.hostfile import Host, Hosts
@@ -72,8 +71,8 @@ def launch_on_hosts(spec: ClusterLaunchSpec, on_tick: Callable[[], None] = lambd
     host that can be reached; on other hosts, processes end when the lease expires. Raises the error that a rank
     reported, HostLost, or another LaunchError.
     """
-    with stoppable(), TemporaryDirectory(prefix="t5-launch-") as folder:
-        transport = Ssh.configured(spec.cluster, Path(folder))
+    with stoppable():
+        transport = spec.run.transport(spec.cluster)
         watch, storage = _continued(spec, transport, on_tick) or _started(spec, transport, on_tick)
         with storage.syncing(watch.num_saved) or nullcontext():
             _see_through(watch)
@@ -116,6 +115,7 @@ def _continued(
         found.close()
         earlier_attempts.end(found.this, transport)
         raise
+    spec.run.agents.on(Nodes(transport, spec.hosts.names, code=shipped_code(spec.cluster)), spec.cluster.lease_seconds)
     launcher, way = ClusterLauncher(found.this.run_id), transport_of(found.this)
     return ClusterWatch(found, launcher, way, on_tick), storage
 
@@ -141,7 +141,7 @@ def _started(
     launcher, place = ClusterLauncher(this.run_id), attempt_folder(this.run_id)
     launcher.folder.mkdir(mode=0o700)
     head_lease.begin(launcher.folder)
-    transport = Ssh.configured(spec.cluster, launcher.folder)
+    way = Ssh.configured(spec.cluster, launcher.folder)  # which a restarted head uses, too
     try:
         job = storage.make_ready(this.folder)
         program = (process_guard.MODULE, str(place), sys.executable, *spec.program(place / job.name))
@@ -149,13 +149,14 @@ def _started(
         argv = launch_command(
             spec.cluster, spec.hosts, launcher.folder, master=(fit.rendezvous.address, fit.port), program=program
         )
-        boot_ids = _prepare(spec, this, transport, fit, job, storage.owner)
+        boot_ids = _prepare(spec, this, way, fit, job, storage.owner)
         head_lease.renew(launcher.folder)  # the steps since ``begin`` may have taken long
         launcher.start(this, argv, spec.cluster.accelerator)
-        supervision = Supervision(this, transport, launcher.folder, boot_ids)
-        return ClusterWatch(supervision, launcher, transport, on_tick), storage
+        agents = spec.run.agents.on(Nodes(transport, spec.hosts.names, code=this.code), spec.cluster.lease_seconds)
+        supervision = Supervision(this, agents, launcher.folder, boot_ids)
+        return ClusterWatch(supervision, launcher, way, on_tick), storage
     except BaseException:
-        earlier_attempts.end(this, transport)
+        earlier_attempts.end(this, way)
         raise
 
 

@@ -10,7 +10,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from infra.head.hosts.agents import Agents
 from infra.head.hosts.hostfile import Hosts
+from infra.head.hosts.nodes import Nodes
 from infra.head.hosts.ssh import SSH_CONFIG, Ssh
 from infra.head.launch.deepspeed_launcher import ClusterLauncher
 from infra.head.launch.earlier_attempts import end, end_earlier, unended
@@ -23,6 +25,7 @@ from infra.node.attempts import head_lease
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.run_lease import RunLease
 from infra.node.attempts.run_lock import run_lock
+from infra.node.code_bundle import own_bundle
 from t5train.spec import ClusterSpec
 
 _log = logging.getLogger(__name__)
@@ -34,17 +37,19 @@ class HeldRun:
     Not a dataclass, because Prefect searches the fields of dataclasses that are passed to tasks.
     """
 
-    def __init__(self, folder: Path, lease: RunLease, found: Supervision | None, at_release: ExitStack) -> None:
+    def __init__(
+        self, folder: Path, lease: RunLease, agents: Agents, found: Supervision | None, at_release: ExitStack
+    ) -> None:
         self.folder = folder
-        self.claim = Claim()
+        self.agents = agents
+        """The agents on the run's hosts."""
+        self.claim = Claim(agents)
         """The head's claim to the run's files on hosts."""
         self.copies: CheckpointCopies | None = None
         """The copies of the run's checkpoints in a bucket, if there are to be any and the bucket is claimed."""
         self.silent_hosts = set[str]()
         """Hosts that did not answer before the run began."""
-        self.at_release = at_release
-        """Contexts that are closed when the run is released, after its claim has been released."""
-        self._lease, self._found = lease, found
+        self._lease, self._found, self._at_release = lease, found, at_release
 
     def require_held(self) -> None:
         """Raise RunLocked if another head has taken over the run in its folder, on its hosts or in its bucket."""
@@ -58,6 +63,11 @@ class HeldRun:
         self.require_held()
         if self.copies is not None:
             self.copies.confirm()
+
+    def transport(self, cluster: ClusterSpec) -> Ssh:
+        """Return the transport with these settings, which can be used until the run is released."""
+        folder = self._at_release.enter_context(TemporaryDirectory(prefix="t5-hosts-"))
+        return Ssh.configured(cluster, Path(folder))
 
     @property
     def running_hosts(self) -> Hosts | None:
@@ -78,7 +88,8 @@ def hold_run(run_folder: Path) -> Iterator[HeldRun]:
     ends is recorded (infra.head.launch.start_record); SIGTERM therefore takes effect only then.
     """
     with stoppable(), run_lock(run_folder) as lease, recording_start(run_folder), ExitStack() as at_release:
-        run = HeldRun(run_folder, lease, _found(run_folder), at_release)
+        agents = Agents()
+        run = HeldRun(run_folder, lease, agents, _found(run_folder, agents), at_release)
         try:
             yield run
         finally:
@@ -86,6 +97,7 @@ def hold_run(run_folder: Path) -> Iterator[HeldRun]:
                 _end_found(run)
             finally:
                 run.claim.release()
+                agents.close()
                 if run.copies is not None:
                     run.copies.end()
 
@@ -105,11 +117,13 @@ def transport_of(this: Attempt) -> Ssh:
     return Ssh(ClusterLauncher(this.run_id).folder / SSH_CONFIG)
 
 
-def _found(run_folder: Path) -> Supervision | None:
+def _found(run_folder: Path, agents: Agents) -> Supervision | None:
     if (this := _running_attempt(run_folder)) is None:
         return None
     _log.warning("attempt %s of %s is still running; continuing it", this.number, this.run_name)
-    return Supervision(this, transport_of(this), ClusterLauncher(this.run_id).folder, None)
+    code = None if this.code is None else own_bundle().digest
+    nodes = Nodes(transport_of(this), tuple(this.hosts or {}), code=code)
+    return Supervision(this, agents.on(nodes, this.lease_seconds or 0), ClusterLauncher(this.run_id).folder, None)
 
 
 def _end_found(run: HeldRun) -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 from infra.head.hosts.hostfile import Hosts
 from infra.head.hosts.nodes import Nodes
 from infra.head.hosts.ssh import Transport
+from infra.node.attempts.agent_messages import RankLine
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.attempt_actions import PackLogs, RemoveAttempt
 from infra.node.attempts.log_tail import RateLimit, printable, warns
 from infra.node.attempts.rank_environment import redact
-from infra.node.attempts.session_messages import RankLine
 from infra.node.node_folders import attempt_folder
 from t5train.errors import HostError
 from t5train.files.atomic import write_text

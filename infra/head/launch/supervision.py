@@ -1,27 +1,24 @@
-"""The hosts of an attempt, seen from the head: a session with each, what their ranks did, and which hosts were lost.
+"""The hosts of an attempt, seen from the head: what their ranks did, and which hosts were lost.
 
-Sessions renew the leases in their own threads, from when they are opened until they are closed. ``look`` processes the
+The agents on hosts watch the attempt and renew its leases there until the supervision is closed. ``look`` processes the
 reports that they receive, in the caller's thread.
 """
 
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
 
+from infra.head.hosts.agents import RENEW_SECONDS, Agent, ChannelBroken, News
 from infra.head.hosts.hostfile import Hosts
-from infra.head.hosts.ssh import Transport
-from infra.head.launch.host_session import RENEW_SECONDS, HostSession, News, SessionBroken
 from infra.head.launch.log_collection import RankLines
 from infra.head.launch.verdict import Evidence, Hops
 from infra.node.attempts import head_lease
-from infra.node.attempts.attempt import HEAD, Attempt, now, rank_name
-from infra.node.attempts.exit_record import ExitRecord
-from infra.node.attempts.rank_environment import redact
-from infra.node.attempts.session_messages import (
+from infra.node.attempts.agent_messages import (
     Alive,
     Ended,
     Hello,
@@ -34,6 +31,9 @@ from infra.node.attempts.session_messages import (
     Report,
     Saved,
 )
+from infra.node.attempts.attempt import HEAD, Attempt, now, rank_name
+from infra.node.attempts.exit_record import ExitRecord
+from infra.node.attempts.rank_environment import redact
 from t5train.errors import DiskFailed, DiskFull, HostLost, LaunchError
 from t5train.files import heartbeat
 from t5train.files.atomic import write_json
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 class _Host:
     """What is known about a host."""
 
-    session: HostSession
+    agent: Agent
     last_message_at: float
     boot_id: str | None
     broken: str = ""
@@ -61,8 +61,13 @@ class _Host:
 class Supervision:
     """Supervises one attempt over hosts. The exit records of its ranks are written to its folder as they arrive."""
 
-    def __init__(self, this: Attempt, transport: Transport, head_folder: Path, boot_ids: dict[str, str] | None) -> None:
-        """Open the sessions. ``boot_ids`` are those of the hosts at the start, or None if ranks are already running."""
+    def __init__(
+        self, this: Attempt, agents: Mapping[str, Agent], head_folder: Path, boot_ids: dict[str, str] | None
+    ) -> None:
+        """Let the agents on the attempt's hosts watch it.
+
+        ``boot_ids`` are those of the hosts at the start, or None if ranks are already running.
+        """
         self.this, self.head_folder = this, head_folder
         self.records: dict[str, ExitRecord] = {}
         self.evidence = list[Evidence]()
@@ -74,13 +79,11 @@ class Supervision:
         """Ranks that ended with their guards, without a record, before the head ended the attempt."""
         self._news, self._lines = News(), RankLines()
         self._hosts = {
-            host: _Host(
-                HostSession(transport, host, this, None if boot_ids is None else {}, self._news),
-                time.monotonic(),
-                boot_ids[host] if boot_ids else None,
-            )
+            host: _Host(agents[host], time.monotonic(), boot_ids[host] if boot_ids else None)
             for host in this.hosts or {}
         }
+        for host in self._hosts.values():
+            host.agent.watch(this.run_id, None if boot_ids is None else {}, self._news)
         self._closed = threading.Event()
         self._renewal = threading.Thread(target=self._renew, name="lease of the head", daemon=True)
         self._renewal.start()
@@ -143,15 +146,13 @@ class Supervision:
         """Send an order to all hosts."""
         self._may_end = self._may_end or order == Order.END
         for host in self._hosts.values():
-            host.session.order(order)
+            host.agent.order(order)
 
     def close(self) -> None:
-        """Close all sessions; leases are not renewed from now on."""
+        """Watch the attempt no longer; its leases are not renewed from now on."""
         self._closed.set()
         for host in self._hosts.values():
-            host.session.close()
-        for host in self._hosts.values():
-            host.session.join()
+            host.agent.unwatch()
         self._renewal.join()
 
     def _renew(self) -> None:
@@ -159,9 +160,9 @@ class Supervision:
         while not self._closed.wait(RENEW_SECONDS):
             head_lease.renew(self.head_folder)
 
-    def _take(self, name: str, last_message_at: float, report: Report | SessionBroken) -> None:
+    def _take(self, name: str, last_message_at: float, report: Report | ChannelBroken) -> None:
         host = self._hosts[name]
-        if isinstance(report, SessionBroken):
+        if isinstance(report, ChannelBroken):
             host.broken = report.reason
             return
         host.last_message_at = max(host.last_message_at, last_message_at)  # later, if silence was forgiven since

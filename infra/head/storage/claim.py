@@ -1,20 +1,20 @@
 """The head's claim to the files of a run on its hosts: made before anything is read or written there, then renewed.
 
-The head renews it for as long as it holds the run, including the time between two attempts and the gathering of
+Agents renew it for as long as the head holds the run, including the time between two attempts and the gathering of
 checkpoints, so that no other head adopts the run while this one is alive.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
+from copy import copy
 
+from infra.head.hosts.agents import Agents
 from infra.head.hosts.nodes import Nodes
 from infra.head.storage.node_paths import NodeRun
 from infra.node.attempts.run_ownership import Claimed, ClaimRun, DisownRun, Mode, Owner
 from t5train.errors import HostError, RunOwned
-from t5train.files.ownership import RENEWALS_IN_A_LEASE, Ownership
 
 _DEADLINE_SECONDS = 60.0
-_SHORTEST_DEADLINE_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -27,8 +27,9 @@ class Claim:
     A claim outlives an attempt, so it belongs to the HeldRun, and is released with it.
     """
 
-    def __init__(self) -> None:
-        self._renewed: _RenewedClaim | None = None
+    def __init__(self, agents: Agents) -> None:
+        self._agents = agents
+        self._kept: _KeptClaim | None = None
 
     def take(self, run: NodeRun, required: Sequence[str], others: Sequence[str], adopt: bool) -> list[Owner]:
         """Claim the run on ``required`` hosts, and on ``others`` that answer.
@@ -43,53 +44,57 @@ class Claim:
             fresh = [host for host, state in states.items() if state.is_ours and state.owner is None]
             nodes.on(*fresh).ask(DisownRun(nodes.scratch, run.name, run.owner), _DEADLINE_SECONDS)
             _require_free(run, states, adopt)
-        earlier, kept = self._renewed, nodes.on(*{**dict.fromkeys(run.nodes.hosts), **states})
-        self._renewed = _RenewedClaim(run, kept)
-        if earlier is not None:
-            earlier.release()
+        if self._kept is not None:
+            self._kept.is_over = True
+        self._kept = _KeptClaim(run)
+        hosts = {**dict.fromkeys(run.nodes.hosts), **states}
+        for agent in self._agents.on(nodes.on(*hosts), run.owner.lease_seconds).values():
+            agent.claim = self._kept
         owners = dict.fromkeys(state.owner for state in states.values() if state.owner)
         return [owner for owner in owners if owner.unique_id != run.owner.unique_id]
 
     def require_kept(self) -> None:
         """Raise RunOwned if another head has taken over the run's files since."""
-        if self._renewed is not None:
-            self._renewed.require_kept()
+        if self._kept is not None and self._kept.lost is not None:
+            raise copy(self._kept.lost)  # each caller gets its own traceback
 
     def release(self) -> None:
-        """Stop renewing the claim, if it was taken."""
-        if self._renewed is not None:
-            self._renewed.release()
-            self._renewed = None
+        """Stop renewing the claim, if it was taken, and let the leases expire. Does nothing the second time.
+
+        Hosts are asked to release only a run that has finished (ReleaseRun), and after that must not get a renewal.
+        """
+        if self._kept is not None:
+            self._kept.is_over = True
+            self._agents.await_answers()
+            self._kept = None
 
 
-class _RenewedClaim(Ownership):
-    """The claim to a run on these hosts, which was just made."""
+class _KeptClaim:
+    """The claim to a run, as the agents' threads renew it. They share it, but each hears of its own host only."""
 
-    def __init__(self, run: NodeRun, nodes: Nodes) -> None:
-        self._run, self._nodes, self._silent = run, nodes, set[str]()
-        interval = run.owner.lease_seconds / RENEWALS_IN_A_LEASE
-        # A host that hangs must not delay the others.
-        self._deadline_seconds = max(2 * interval, _SHORTEST_DEADLINE_SECONDS)
-        super().__init__("the claim on hosts", interval)
+    def __init__(self, run: NodeRun) -> None:
+        self.request = ClaimRun(run.nodes.scratch, run.name, run.owner, Mode.CLAIM)
+        self.is_over = False
+        self.lost: RunOwned | None = None
+        self._run, self._silent = run, set[str]()
 
-    def _renew(self) -> None:
-        answers = _ask(self._nodes, self._run, Mode.CLAIM, self._deadline_seconds)
-        _require_free(self._run, _states(answers), adopt=False)
-        silent = {host: each for host, each in answers.items() if isinstance(each, HostError)}
-        for host in silent.keys() - self._silent:
-            _log.warning("cannot renew the lease of run %s on %s, will retry: %s", self._run.name, host, silent[host])
-        self._silent = set(silent)
-
-    def _release(self) -> None:
-        """Leave the leases to expire. Hosts are asked to release only a run that has finished (ReleaseRun)."""
-
-
-def _ask(nodes: Nodes, run: NodeRun, mode: Mode, deadline_seconds: float = _DEADLINE_SECONDS) -> _Answers:
-    return nodes.ask(ClaimRun(nodes.scratch, run.name, run.owner, mode), deadline_seconds)
+    def hear(self, host: str, answer: Claimed | str) -> None:
+        """See infra.head.hosts.agents."""
+        if isinstance(answer, str):
+            if host not in self._silent:
+                _log.warning("cannot renew the lease of run %s on %s, will retry: %s", self._run.name, host, answer)
+            self._silent.add(host)
+            return
+        self._silent.discard(host)
+        try:
+            _require_free(self._run, {host: answer}, adopt=False)
+        except RunOwned as error:
+            self.is_over, self.lost = True, error
+            _log.error("%s", error)
 
 
-def _states(answers: _Answers) -> dict[str, Claimed]:
-    return {host: each for host, each in answers.items() if not isinstance(each, HostError)}
+def _ask(nodes: Nodes, run: NodeRun, mode: Mode) -> _Answers:
+    return nodes.ask(ClaimRun(nodes.scratch, run.name, run.owner, mode), _DEADLINE_SECONDS)
 
 
 def _answered(required: Sequence[str], answers: _Answers) -> dict[str, Claimed]:
@@ -99,7 +104,7 @@ def _answered(required: Sequence[str], answers: _Answers) -> dict[str, Claimed]:
             if host in required:
                 raise each
             _log.warning("cannot ask %s which head owns the run there: %s", host, each)
-    return _states(answers)
+    return {host: each for host, each in answers.items() if not isinstance(each, HostError)}
 
 
 def _require_free(run: NodeRun, states: Mapping[str, Claimed], adopt: bool) -> None:

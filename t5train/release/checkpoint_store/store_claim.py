@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from t5train.errors import PublicationError, RunOwned, StoreError
-from t5train.files.ownership import RENEWALS_IN_A_LEASE, Ownership
+from t5train.files.ownership import Ownership
 from t5train.release.checkpoint_store.ledger import (
     Change,
     FoundLedger,
@@ -22,6 +22,7 @@ from t5train.release.checkpoint_store.ledger import (
 )
 from t5train.release.object_store.bucket import BucketFolder
 
+RENEWALS_IN_A_LEASE = 4
 _CLAIM_TRIES = 5
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 5.0, 15.0
 _log = logging.getLogger(__name__)

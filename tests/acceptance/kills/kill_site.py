@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
+from infra.head.hosts.agents import Agents
 from infra.head.hosts.hostfile import Host, Hosts
 from infra.head.storage.checkpoint_inventory import complete_tags, survey
 from infra.head.storage.claim import Claim
@@ -86,7 +87,7 @@ class Site:
     @property
     def storage(self) -> NodeLocalStorage:
         """Prepares hosts for an attempt, and gathers what a run leaves there."""
-        return NodeLocalStorage(self.run, partial(write_job, self.spec, self.shards), silent, Claim())
+        return NodeLocalStorage(self.run, partial(write_job, self.spec, self.shards), silent, Claim(Agents()))
 
     @property
     def checkpoints(self) -> Path:

@@ -6,8 +6,9 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, get_type_hints
 
 import pytest
@@ -15,6 +16,22 @@ import pytest
 from infra.head.hosts.nodes import Nodes, reported
 from infra.node.__main__ import ACTIONS, function_of, request_type
 from infra.node.attempts import attempt, head_lease
+from infra.node.attempts.agent_messages import (
+    Alive,
+    Ended,
+    Hello,
+    Instruction,
+    NewLines,
+    Order,
+    Ordered,
+    RankEnded,
+    RankError,
+    RankLine,
+    Renew,
+    Report,
+    Serve,
+    Watch,
+)
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.attempt_actions import (
     EndAttempt,
@@ -25,19 +42,6 @@ from infra.node.attempts.attempt_actions import (
     RemoveAttempt,
 )
 from infra.node.attempts.exit_record import Cause, ExitRecord
-from infra.node.attempts.session_messages import (
-    Alive,
-    Ended,
-    Hello,
-    Instruction,
-    NewLines,
-    Order,
-    RankEnded,
-    RankError,
-    RankLine,
-    Report,
-    Watch,
-)
 from infra.node.channel import Channel
 from infra.node.messages import Done, Query
 from infra.node.ports import Endpoint
@@ -79,40 +83,41 @@ def prepared(local_hosts: LocalHosts, act: Act) -> Path:
     return answer.folder
 
 
-class HostSession:
-    """The head's side of a host session."""
+class ToAgent:
+    """The head's end of a channel to an agent that watches the attempt."""
 
-    def __init__(self, argv: list[str], offsets: dict[str, int] | None) -> None:
+    def __init__(self, argv: list[str], offsets: dict[str, int], lease_seconds: float) -> None:
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._channel = Channel(self.process.stdout, self.process.stdin)  # type: ignore[arg-type] # both are pipes
-        self._channel.send(Watch(RUN_ID, offsets))
+        self.channel = Channel(self.process.stdout, self.process.stdin)  # type: ignore[arg-type] # both are pipes
+        self.channel.send(Serve(lease_seconds))
+        self.send(Watch(RUN_ID, offsets))
 
-    def send(self, order: Order) -> None:
-        self._channel.send(Instruction(order))
+    def send(self, instruction: Instruction) -> None:
+        self.channel.send(instruction)
 
     def receive(self, kind: type[T]) -> T:
         """Return the next message of that class, skipping each Alive that names no rank."""
-        while (message := self._channel.receive(Report)) is not None:
+        while (message := self.channel.receive(Report)) is not None:
             if isinstance(message, kind) and message != Alive(()):
                 return message
-        raise AssertionError(f"the session ended without {kind}")
+        raise AssertionError(f"the agent ended without {kind}")
 
 
-Open = Callable[..., HostSession]
+Open = Callable[..., ToAgent]
 
 
 @pytest.fixture
-def open_session(local_hosts: LocalHosts) -> Iterator[Open]:
-    opened: list[HostSession] = []
+def open_agent(local_hosts: LocalHosts) -> Iterator[Open]:
+    opened: list[ToAgent] = []
 
-    def open_session(offsets: dict[str, int] | None = None) -> HostSession:
-        opened.append(HostSession(local_hosts.command("a", ["watch"]), offsets if offsets is not None else {}))
+    def open_agent(offsets: Mapping[str, int] = MappingProxyType({}), lease_seconds: float = 60.0) -> ToAgent:
+        opened.append(ToAgent(local_hosts.command("a", ["serve"]), dict(offsets), lease_seconds))
         return opened[-1]
 
-    yield open_session
-    for session in opened:
-        session.process.kill()
-        session.process.communicate()
+    yield open_agent
+    for agent in opened:
+        with agent.process:
+            agent.process.kill()
 
 
 def test_preparing_an_attempt_writes_its_private_files_and_works_only_once(prepared: Path, act: Act) -> None:
@@ -139,21 +144,21 @@ def test_no_attempt_is_prepared_for_a_run_that_another_head_has_taken_over(
     assert not local_hosts.attempt_folder("a", RUN_ID).exists()
 
 
-def test_a_session_reports_lines_errors_and_ends_and_resumes_where_the_last_one_stopped(
-    prepared: Path, open_session: Open
+def test_an_agent_reports_lines_errors_and_ends_and_continues_where_the_last_one_stopped(
+    prepared: Path, open_agent: Open
 ) -> None:
     (prepared / "rank-00000.log").write_text("step 1\nstep 2\nhal")
     (prepared / "rank-00001.log").write_text("chatter\nsomething WARNING of rank 1\n")
     (prepared / "rank-00001.error.json").write_text('{"type": "DiskFull", "message": "full"}')
     record = ExitRecord("rank-00001", 1, Cause.EXITED, "exited", "then", "now", "a")
     attempt.read(prepared).write_exit(record)
-    first = open_session()
+    first = open_agent()
     assert first.receive(Hello).boot_id
     assert first.receive(RankError) == RankError("rank-00001", "DiskFull", "full")
     assert first.receive(RankEnded) == RankEnded(record)
     with open(prepared / "rank-00000.log", "a") as log:
         log.write("f\nstep 3\n")
-    second = open_session({"rank-00000": 14, "rank-00001": 0})
+    second = open_agent({"rank-00000": 14, "rank-00001": 0})
     assert sorted(second.receive(NewLines).lines) == [
         RankLine("rank-00000", "half"),
         RankLine("rank-00000", "step 3"),
@@ -161,43 +166,41 @@ def test_a_session_reports_lines_errors_and_ends_and_resumes_where_the_last_one_
     ]
 
 
-def test_a_flood_of_log_lines_is_limited_and_omitted_lines_are_counted(prepared: Path, open_session: Open) -> None:
+def test_a_flood_of_log_lines_is_limited_and_omitted_lines_are_counted(prepared: Path, open_agent: Open) -> None:
     (prepared / "rank-00000.log").write_text("chatter\n" * 5000)
-    session = open_session()
-    assert session.receive(NewLines).left_out >= 4900
+    agent = open_agent()
+    assert agent.receive(NewLines).left_out >= 4900
 
 
-def test_the_lease_is_renewed_only_when_the_head_orders_it(prepared: Path, open_session: Open, until: Until) -> None:
-    session = open_session()
-    session.receive(Hello)
+def test_the_lease_is_renewed_only_when_the_head_orders_it(prepared: Path, open_agent: Open, until: Until) -> None:
+    agent = open_agent()
+    agent.receive(Hello)
     before = (prepared / "lease").read_text()
     time.sleep(1.2)
     assert (prepared / "lease").read_text() == before
-    session.send(Order.RENEW)
+    agent.send(Renew(RUN_ID, None))
     until(lambda: (prepared / "lease").read_text() != before)
 
 
-def test_a_session_without_a_head_ends_when_the_lease_expires(prepared: Path, open_session: Open) -> None:
-    this = attempt.read(prepared)
-    Attempt(**{**vars(this), "lease_seconds": 0.5}).write()
-    assert open_session().process.wait(60) == -signal.SIGALRM
+def test_an_agent_without_a_head_ends_when_the_lease_expires(prepared: Path, open_agent: Open) -> None:
+    assert open_agent(lease_seconds=0.5).process.wait(60) == -signal.SIGALRM
 
 
-def test_a_rank_whose_guard_was_killed_is_reported_as_gone(prepared: Path, open_session: Open, start: Start) -> None:
+def test_a_rank_whose_guard_was_killed_is_reported_as_gone(prepared: Path, open_agent: Open, start: Start) -> None:
     guard = start("-c", "import time; time.sleep(600)")
     identity = ProcessIdentity.of(guard.pid)
     attempt.read(prepared).write_process("rank-00003", identity, identity)
     guard.kill()
     guard.wait()
-    assert open_session().receive(Alive) == Alive(("rank-00003",))
+    assert open_agent().receive(Alive) == Alive(("rank-00003",))
 
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
 
 
-@pytest.mark.parametrize("by", ["action", "session"])
+@pytest.mark.parametrize("by", ["action", "agent"])
 def test_ending_an_attempt_ends_its_ranks_and_launchers_and_no_other_processes(
-    prepared: Path, act: Act, open_session: Open, start: Start, by: str
+    prepared: Path, act: Act, open_agent: Open, start: Start, by: str
 ) -> None:
     rank = start("-c", DEAF, T5_RUN_ID=RUN_ID)
     launcher = start("-c", "import time; time.sleep(600)", "infra.node.attempts.process_guard", str(prepared))
@@ -209,10 +212,12 @@ def test_ending_an_attempt_ends_its_ranks_and_launchers_and_no_other_processes(
     if by == "action":
         assert act(EndAttempt(RUN_ID)) == Survivors(())
     else:
-        session = open_session()
-        session.send(Order.END)
-        assert session.receive(Ended) == Ended(())
-        assert session.process.wait(25) == 0
+        agent = open_agent()
+        agent.send(Ordered(Order.END))
+        assert agent.receive(Ended) == Ended(())
+        agent.send(Renew(RUN_ID, None))  # this one no longer renews a lease
+        agent.channel.end_sending()
+        assert agent.process.wait(25) == 0
     assert time.monotonic() - began < 25
     assert rank.wait(20) == -signal.SIGKILL
     assert launcher.wait(20) == -signal.SIGTERM
@@ -222,12 +227,15 @@ def test_ending_an_attempt_ends_its_ranks_and_launchers_and_no_other_processes(
 
 
 @pytest.mark.parametrize("by", [EndAttempt, RemoveAttempt])  # as if removed: on a new disk
-def test_a_session_on_an_ended_attempt_ends_without_renewing_the_lease(
-    prepared: Path, act: Act, open_session: Open, by: type[EndAttempt | RemoveAttempt]
+def test_an_agent_does_not_renew_the_lease_of_an_ended_attempt(
+    prepared: Path, act: Act, open_agent: Open, by: type[EndAttempt | RemoveAttempt]
 ) -> None:
     act(by(RUN_ID))
-    session = open_session()
-    assert session.receive(Ended) == Ended(())
+    agent = open_agent()
+    assert agent.receive(Ended) == Ended(())
+    agent.send(Renew(RUN_ID, None))
+    agent.send(Watch(RUN_ID, {}))
+    assert agent.receive(Hello).run_id == RUN_ID
     assert not (prepared / "lease").exists()
 
 

@@ -7,7 +7,7 @@ from typing import IO, NamedTuple
 import pytest
 
 from infra.node import channel
-from infra.node.attempts.session_messages import Alive
+from infra.node.attempts.agent_messages import Alive
 from infra.node.channel import BrokenOff, Channel
 from infra.node.messages import encode
 

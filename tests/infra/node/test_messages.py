@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infra.node.__main__ import ACTIONS, function_of, request_type
-from infra.node.attempts.session_messages import Instruction, Report
+from infra.node.attempts.agent_messages import Instruction, Report
 from infra.node.code_receiver import Delivery, Held
 from infra.node.messages import Failure, NotAMessage, Query, decode, encode
 from infra.node.storage.chain_copy import Listening, Upstream
@@ -32,9 +32,9 @@ def all_messages() -> Iterator[type[Any]]:
         yield request
         if issubclass(request, Query):
             yield request.answer()
-    for base in (Report, FromReceiver, FromSender):
+    for base in (Report, Instruction, FromReceiver, FromSender):
         yield from base.__subclasses__()
-    yield from (Instruction, Listening, Upstream, Greeting, Introduction, Welcome, Failure, Delivery, Held)
+    yield from (Listening, Upstream, Greeting, Introduction, Welcome, Failure, Delivery, Held)
 
 
 MESSAGES = sorted(set(all_messages()), key=lambda kind: kind.__name__)

@@ -10,13 +10,13 @@ from unittest.mock import Mock
 
 import pytest
 
+from infra.head.hosts.agents import News
 from infra.head.launch import earlier_attempts, supervision
 from infra.head.launch.attempt_outcome import ClusterWatch
-from infra.head.launch.host_session import News
 from infra.head.launch.supervision import Supervision
 from infra.node.attempts import attempt
+from infra.node.attempts.agent_messages import RankEnded, RankError
 from infra.node.attempts.exit_record import Cause, ExitRecord
-from infra.node.attempts.session_messages import RankEnded, RankError
 from t5train.errors import HostLost, Preempted, T5TrainError
 
 HOSTS = {"a": (0,), "b": (0,)}
@@ -24,12 +24,11 @@ LEASE_SECONDS = 60.0
 
 
 @pytest.fixture
-def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervision]:
-    """The supervision of an attempt on two hosts, whose sessions do nothing."""
-    monkeypatch.setattr(supervision, "HostSession", Mock())
+def supervised(tmp_path: Path) -> Iterator[Supervision]:
+    """The supervision of an attempt on two hosts, whose agents do nothing."""
     (tmp_path / "head").mkdir()
     this = attempt.begin(tmp_path / "run", None, LEASE_SECONDS, HOSTS)
-    supervised = Supervision(this, Mock(), tmp_path / "head", dict.fromkeys(HOSTS, "1"))
+    supervised = Supervision(this, dict.fromkeys(HOSTS, Mock()), tmp_path / "head", dict.fromkeys(HOSTS, "1"))
     yield supervised
     supervised.close()
 

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from infra.head.hosts.agents import Agent, Agents, ChannelBroken, News
+from infra.head.hosts.nodes import Nodes
 from infra.head.hosts.ssh import Transport
 from infra.head.launch.attempt_outcome import ClusterWatch
 from infra.head.launch.deepspeed_launcher import ClusterLauncher
-from infra.head.launch.host_session import News, SessionBroken
 from infra.head.launch.supervision import Supervision
 from infra.node.attempts import attempt, head_lease
-from infra.node.attempts.attempt import Attempt
-from infra.node.attempts.exit_record import Cause, ExitRecord
-from infra.node.attempts.session_messages import (
+from infra.node.attempts.agent_messages import (
     Alive,
     Ended,
     Hello,
@@ -29,6 +28,8 @@ from infra.node.attempts.session_messages import (
     RankPhase,
     Report,
 )
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.exit_record import Cause, ExitRecord
 from infra.node.processes import ProcessIdentity
 from t5train.errors import CollectiveTimeout, DiskFailed, DiskFull, HostLost, LaunchError, RankKilled
 from t5train.files import heartbeat
@@ -42,13 +43,16 @@ Supervise = Callable[[], Supervision]
 Failing = Callable[..., ClusterWatch]
 
 
-class ToldSession:
-    """Stands for a session with a host: it reports what the test tells it to, and that the attempt has ended."""
+class ToldAgent(Agent):
+    """Stands for the agent on a host: it reports what the test tells it to, and that the attempt has ended."""
 
-    def __init__(self, host: str, news: News) -> None:
-        self.host, self.news, self.ends = host, news, True
+    def __init__(self, host: str) -> None:
+        self.host, self.ends = host, True
 
-    def report(self, *reports: Report | SessionBroken) -> None:
+    def watch(self, _run_id: str, _offsets: object, news: News) -> None:
+        self.news = news
+
+    def report(self, *reports: Report | ChannelBroken) -> None:
         for report in reports:
             self.news.put((self.host, time.monotonic(), report))
 
@@ -56,22 +60,21 @@ class ToldSession:
         if order == Order.END and self.ends:
             self.report(Ended(()))
 
-    def close(self) -> None: ...
-    def join(self) -> None: ...
+    def unwatch(self) -> None: ...
 
 
-Sessions = dict[str, ToldSession]
+ToldAgents = dict[str, ToldAgent]
 
 
 @pytest.fixture
 def this(tmp_path: Path) -> Attempt:
-    """An attempt on two hosts, with a lease that is longer than sessions take to start."""
+    """An attempt on two hosts, with a lease that is longer than agents take to start."""
     return attempt.begin(tmp_path / "run", None, LEASE_SECONDS, HOSTS)
 
 
 @pytest.fixture
 def prepared(this: Attempt, local_hosts: LocalHosts) -> Attempt:
-    """The attempt, which is also prepared on both hosts, as real sessions need it."""
+    """The attempt, which is also prepared on both hosts, as real agents need it."""
     local_hosts.prepare(this)
     return this
 
@@ -82,30 +85,28 @@ def transport(local_hosts: LocalHosts) -> Unsteady:
 
 
 @pytest.fixture
-def sessions(monkeypatch: pytest.MonkeyPatch) -> Sessions:
-    """By host, what takes the place of sessions in ``supervise``."""
-    opened: dict[str, ToldSession] = {}
-
-    def open_session(_transport: Transport, host: str, _this: Attempt, _offsets: object, news: News) -> ToldSession:
-        return opened.setdefault(host, ToldSession(host, news))
-
-    monkeypatch.setattr("infra.head.launch.supervision.HostSession", open_session)
-    return opened
+def told(monkeypatch: pytest.MonkeyPatch) -> ToldAgents:
+    """By host, what takes the place of agents in ``supervise``."""
+    agents = {host: ToldAgent(host) for host in HOSTS}
+    monkeypatch.setattr(Agents, "on", lambda *_: agents)
+    return agents
 
 
 @pytest.fixture
 def supervise(this: Attempt, transport: Unsteady, tmp_path: Path) -> Iterator[Supervise]:
-    opened: list[Supervision] = []
+    opened, agents = list[Supervision](), Agents()
 
     def supervise() -> Supervision:
         (tmp_path / "head").mkdir()
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        opened.append(Supervision(this, transport, tmp_path / "head", {"a": boot_id, "b": boot_id}))
+        on_hosts = agents.on(Nodes(transport, tuple(HOSTS)), LEASE_SECONDS)
+        opened.append(Supervision(this, on_hosts, tmp_path / "head", {"a": boot_id, "b": boot_id}))
         return opened[-1]
 
     yield supervise
     for one in opened:
         one.close()
+    agents.close()
 
 
 def exit_record(rank: int, returncode: int) -> ExitRecord:
@@ -184,36 +185,36 @@ def test_a_host_whose_disk_cannot_be_written_is_named_at_once(
     assert evidence.hosts == ("b",)
 
 
-def test_a_rank_name_of_a_host_cannot_leave_a_folder(this: Attempt, sessions: Sessions, supervise: Supervise) -> None:
+def test_a_rank_name_of_a_host_cannot_leave_a_folder(this: Attempt, told: ToldAgents, supervise: Supervise) -> None:
     supervision = supervise()
     ended = RankEnded(ExitRecord("../../stray", 0, Cause.EXITED, "", "", ""))
-    sessions["a"].report(RankError("../../stray", "DiskFull", ""), ended)
+    told["a"].report(RankError("../../stray", "DiskFull", ""), ended)
     supervision.look(0)
     assert not list(this.folder.parent.parent.glob("stray*"))
     assert not supervision.records
 
 
 def test_the_first_bad_exit_record_is_a_failure_and_the_ranks_error_is_copied(
-    this: Attempt, sessions: Sessions, supervise: Supervise
+    this: Attempt, told: ToldAgents, supervise: Supervise
 ) -> None:
     supervision = supervise()
-    sessions["b"].report(RankError("rank-00001", "DiskFull", "no room"), RankEnded(exit_record(1, 1)))
+    told["b"].report(RankError("rank-00001", "DiskFull", "no room"), RankEnded(exit_record(1, 1)))
     supervision.look(0)
     assert supervision.failed
     assert json.loads((this.folder / "rank-00001.error.json").read_text()) == {"type": "DiskFull", "message": "no room"}
 
 
 def test_a_silent_host_causes_a_warning_and_is_lost_when_the_lease_expires(
-    sessions: Sessions, supervise: Supervise, caplog: pytest.LogCaptureFixture
+    told: ToldAgents, supervise: Supervise, caplog: pytest.LogCaptureFixture
 ) -> None:
     supervision = supervise()
     for silent_seconds in (6.0, LEASE_SECONDS - 6.0):  # together, as long as the lease
         assert not supervision.failed
         be_silent(supervision, "b", silent_seconds)
-        sessions["a"].report(Alive(()))
+        told["a"].report(Alive(()))
         supervision.look(0)
         assert supervision.silent == ["b"]
-        sessions["b"].report(SessionBroken("got 'Welcome!' instead of a message"))
+        told["b"].report(ChannelBroken("got 'Welcome!' instead of a message"))
     (evidence,) = supervision.evidence
     assert re.match(r"b has not responded for 6\d s, so it counts as lost\.", str(evidence.error))
     assert "got 'Welcome!' instead of a message" in str(evidence.error)
@@ -223,72 +224,72 @@ def test_a_silent_host_causes_a_warning_and_is_lost_when_the_lease_expires(
     assert re.search(r"b has not responded for \d+ s and counts as lost after 60 s: nothing arrives", caplog.text)
 
 
-def test_a_restarted_host_is_lost_at_once(transport: Unsteady, sessions: Sessions, supervise: Supervise) -> None:
+def test_a_restarted_host_is_lost_at_once(transport: Unsteady, told: ToldAgents, supervise: Supervise) -> None:
     supervision = supervise()
-    sessions["b"].report(Hello("another", {}))
+    told["b"].report(Hello("", "another", {}))
     supervision.look(0)
     failure = watch_of(supervision, transport).failure()
     assert (type(failure), str(failure)) == (HostLost, "b was restarted while its ranks were running")
 
 
 def test_a_killed_guard_is_a_failure_and_a_host_that_lost_the_attempt_is_lost_at_once(
-    sessions: Sessions, supervise: Supervise, transport: Unsteady
+    told: ToldAgents, supervise: Supervise, transport: Unsteady
 ) -> None:
     supervision = supervise()
-    sessions["b"].report(Alive(("rank-00001",)))
+    told["b"].report(Alive(("rank-00001",)))
     supervision.look(0)
     assert supervision.failed
     assert "rank 1 of 2 on b was killed together with its guard" in str(watch_of(supervision, transport).failure())
-    sessions["b"].report(Ended(()))  # as with a new disk
+    told["b"].report(Ended(()))  # as with a new disk
     supervision.look(0)
     assert failures(supervision).startswith("b reports that the attempt has ended, but the head did not")
 
 
 def test_a_guard_that_the_head_ended_before_it_could_record_its_rank_is_not_blamed(
-    this: Attempt, sessions: Sessions, supervise: Supervise, transport: Unsteady
+    this: Attempt, told: ToldAgents, supervise: Supervise, transport: Unsteady
 ) -> None:
     supervision = supervise()
     this.write_process("rank-00001", ProcessIdentity(1, 0), ProcessIdentity(1, 0))
     (this.folder / "rank-00000.log").write_text("collective operation timeout")
-    sessions["a"].report(RankEnded(exit_record(0, 1)))
+    told["a"].report(RankEnded(exit_record(0, 1)))
     supervision.order(Order.END)
-    sessions["b"].report(Alive(("rank-00001",)))
+    told["b"].report(Alive(("rank-00001",)))
     supervision.look(0)
     assert isinstance(watch_of(supervision, transport).failure(), CollectiveTimeout)
 
 
 def test_lines_of_ranks_are_logged_with_their_host_and_without_secrets(
-    sessions: Sessions, supervise: Supervise, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    told: ToldAgents, supervise: Supervise, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HUB_TOKEN", "s3cret-value")
     caplog.set_level("INFO")
     supervision = supervise()
-    sessions["a"].report(NewLines((RankLine("rank-00000", "with s3cret-value"),), 0, {}))
-    sessions["b"].report(NewLines((RankLine("rank-00001", "WARNING of b"),), 0, {}))
+    told["a"].report(NewLines((RankLine("rank-00000", "with s3cret-value"),), 0, {}))
+    told["b"].report(NewLines((RankLine("rank-00001", "WARNING of b"),), 0, {}))
     supervision.look(0)
     assert ("WARNING", "b rank-00001: WARNING of b") in [(each.levelname, each.message) for each in caplog.records]
     assert "a rank-00000: with " in caplog.text
     assert "s3cret" not in caplog.text
 
 
-def test_queued_messages_are_read_before_a_host_counts_as_silent(sessions: Sessions, supervise: Supervise) -> None:
+def test_queued_messages_are_read_before_a_host_counts_as_silent(told: ToldAgents, supervise: Supervise) -> None:
     supervision = supervise()
-    for host, session in sessions.items():
+    for host, agent in told.items():
         be_silent(supervision, host, 2 * LEASE_SECONDS)
-        session.report(Alive(()))
+        agent.report(Alive(()))
     supervision.look(0)
     assert (supervision.failed, supervision.silent) == (False, [])
 
 
 def test_ranks_are_ended_although_the_heads_own_disk_is_full(
-    sessions: Sessions, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+    told: ToldAgents, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write_exit(_this: Attempt, record: ExitRecord) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"/full/{record.name}.exit.json")
 
     supervision = supervise()
     monkeypatch.setattr(Attempt, "write_exit", write_exit)
-    sessions["a"].report(RankEnded(exit_record(0, -9)))
+    told["a"].report(RankEnded(exit_record(0, -9)))
     supervision.order(Order.END)
     supervision.look(0)
     assert not supervision.not_ended
@@ -299,18 +300,18 @@ def test_ranks_are_ended_although_the_heads_own_disk_is_full(
 
 
 @pytest.fixture
-def failing(this: Attempt, transport: Unsteady, sessions: Sessions, supervise: Supervise) -> Failing:
+def failing(this: Attempt, transport: Unsteady, told: ToldAgents, supervise: Supervise) -> Failing:
     """``failing(output, returncode)``: the watch of an attempt whose rank on a has failed, while b is silent."""
 
     def failing(output: str, returncode: int) -> ClusterWatch:
         transport.unreachable = "ab"
         supervision = supervise()
-        sessions["b"].ends = False
-        sessions["b"].report(SessionBroken("b: the connection was lost"))
+        told["b"].ends = False
+        told["b"].report(ChannelBroken("b: the connection was lost"))
         (this.folder / "rank-00000.log").write_text(output)
         supervision.look(0)
         be_silent(supervision, "b", 10.0)  # its lease has not expired
-        sessions["a"].report(RankEnded(exit_record(0, returncode)))
+        told["a"].report(RankEnded(exit_record(0, returncode)))
         supervision.look(0)
         assert supervision.silent == ["b"]
         assert supervision.failed
@@ -360,7 +361,7 @@ def test_a_host_that_does_not_answer_is_blamed_only_if_no_rank_failed_by_itself(
 
 
 def test_a_save_at_the_end_is_not_cut_off_because_a_host_was_silent_for_a_moment(
-    this: Attempt, sessions: Sessions, supervise: Supervise, transport: Unsteady
+    this: Attempt, told: ToldAgents, supervise: Supervise, transport: Unsteady
 ) -> None:
     supervision = supervise()
     supervision._hosts["b"].is_silent = True
@@ -370,7 +371,7 @@ def test_a_save_at_the_end_is_not_cut_off_because_a_host_was_silent_for_a_moment
 
 
 def test_all_hosts_that_are_lost_at_once_are_named_but_none_is_blamed_as_the_heads_network_may_have_failed(
-    transport: Unsteady, sessions: Sessions, supervise: Supervise
+    transport: Unsteady, told: ToldAgents, supervise: Supervise
 ) -> None:
     supervision = supervise()
     for host in HOSTS:
@@ -384,13 +385,13 @@ def test_all_hosts_that_are_lost_at_once_are_named_but_none_is_blamed_as_the_hea
 
 
 def test_an_unreachable_host_is_named_together_with_a_lost_one(
-    transport: Unsteady, sessions: Sessions, supervise: Supervise
+    transport: Unsteady, told: ToldAgents, supervise: Supervise
 ) -> None:
     transport.unreachable = "ab"
     supervision = supervise()
-    sessions["b"].ends = False
+    told["b"].ends = False
     be_silent(supervision, "b", 10.0)
-    sessions["a"].report(Hello("another", {}))
+    told["a"].report(Hello("", "another", {}))
     supervision.look(0)
     watch = watch_of(supervision, transport)
     watch.end()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from infra.head.hosts.agents import Agents
 from infra.head.hosts.hostfile import Hosts
 from infra.head.launch.held_run import hold_run
 from infra.head.storage.claim import Claim
@@ -16,6 +17,8 @@ from infra.head.storage.node_paths import NodeRun
 from infra.head.storage.provisioning import release
 from infra.head.storage.recovery import recover
 from infra.head.storage.run_storage import NodeLocalStorage
+from infra.node import processes
+from infra.node.attempts import head_lease
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.head_lease import LEASE
 from infra.node.attempts.run_ownership import OWNER, Owner
@@ -31,14 +34,19 @@ from tests.support.held_runs import is_lost
 from tests.support.simulated_nodes import Site, Unsteady, await_end
 
 SECONDS = 8.0
-"""A short lease, but longer than hosts take to renew it: each renewal starts a Python on every host."""
+"""A short lease, but longer than it takes to start an agent."""
 
 
 class Head:
     """A head: the run as it knows it, and its claim to the run's files on hosts."""
 
     def __init__(self, run: NodeRun) -> None:
-        self.run, self.claim = run, Claim()
+        self.run, self.agents = run, Agents()
+        self.claim = Claim(self.agents)
+
+    def close(self) -> None:
+        self.claim.release()
+        self.agents.close()
 
     def claimed(self, adopt: bool = False) -> list[Owner]:
         return self.claim.take(self.run, self.run.nodes.hosts, (), adopt)
@@ -48,7 +56,7 @@ class Head:
 def first(run: NodeRun) -> Iterator[Head]:
     head = Head(run)
     yield head
-    head.claim.release()
+    head.close()
 
 
 @pytest.fixture
@@ -59,7 +67,7 @@ def second(run: NodeRun, tmp_path: Path) -> Iterator[Head]:
     owner = Owner("2" * 32, "other-head", str(tmp_path / "other-root"), "2026-02-02T00:00:00", 60.0)
     head = Head(replace(run, folder=folder, owner=owner, nodes=replace(run.nodes, owner=owner.unique_id)))
     yield head
-    head.claim.release()
+    head.close()
 
 
 def with_short_lease(run: NodeRun) -> NodeRun:
@@ -163,6 +171,7 @@ def test_a_head_notices_that_another_head_has_taken_over_its_run(site: Site, fir
     until(lambda: is_lost(first.claim))
     with pytest.raises(RunOwned, match="on b are owned by head other-head"):
         first.claim.require_kept()
+    assert all(agent.is_idle for agent in first.agents.on(first.run.nodes, SECONDS).values()), "no host renews it now"
     assert json.loads(path.read_text())["head"] == "other-head"
 
 
@@ -179,11 +188,27 @@ def test_the_lease_is_renewed_until_the_run_is_released_and_expires_afterwards(
             until(lambda before=before: all(map(str.__ne__, (lease.read_text() for lease in leases), before)))
         with pytest.raises(RunOwned, match="it may be running"):
             second.claimed(adopt=True)
-        renewal = first.claim._renewed
-    assert renewal is not None
-    assert not renewal._thread.is_alive()
+        threads = [agent._thread for agent in held.agents._open.values()]
+    assert len(threads) == 2
+    assert not any(thread.is_alive() for thread in threads)
     simulate_dead_head(site, first)
     assert [owner.head for owner in second.claimed(adopt=True)] == ["this-head"]
+
+
+def test_a_channel_that_is_cut_between_two_attempts_is_opened_again_before_the_lease_expires(
+    site: Site, first: Head, until: Until
+) -> None:
+    transport, files = Unsteady(site.transport), site.scratch("b") / first.run.relative_path
+    first.run = replace(first.run, nodes=replace(first.run.nodes.on("a"), transport=transport))
+    first.claim.take(first.run, ("a",), ("b",), adopt=False)  # b is a former host
+    agents = processes.given(str(site.folder / "hosts" / "b"))
+    for _ in range(2):
+        until(lambda: processes.find(agents))
+        processes.end(agents, grace_seconds=0)
+        before = (files / LEASE).read_text()
+        until(lambda before=before: (files / LEASE).read_text() != before)
+        assert head_lease.age_seconds(files) < first.run.owner.lease_seconds
+    assert [action for host, action in transport.actions if host == "a"] == ["claim", "claim", "serve"]
 
 
 def test_a_finished_run_can_be_adopted_at_once(first: Head, second: Head) -> None:
@@ -208,7 +233,7 @@ def test_the_run_of_a_copied_root_is_refused_while_its_head_lives(site: Site, fi
         copy.claimed()
     simulate_dead_head(site, first)
     assert copy.claimed() == [], "a root whose first head is dead counts as moved, not as owned by another head"
-    copy.claim.release()
+    copy.close()
 
 
 def test_ranks_that_outlive_their_head_prevent_another_head_from_adopting_the_run(

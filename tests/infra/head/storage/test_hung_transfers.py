@@ -1,21 +1,24 @@
-"""A transfer that hangs delays no lease, because each has a connection of its own."""
+"""What hangs delays no lease: each transfer has a connection of its own, and the disk of a run a thread of its own."""
 
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from infra.head.launch import host_session
-from infra.head.launch.host_session import HostSession, News
+from infra.head.hosts import agents
+from infra.head.hosts.agents import Agents, News
 from infra.head.storage.claim import Claim
 from infra.head.storage.node_paths import NodeRun
 from infra.head.storage.provisioning import restore
 from infra.node.attempts import attempt
 from infra.node.attempts.head_lease import LEASE
+from infra.node.attempts.run_ownership import OWNER
 from infra.node.storage.pull import listed
 from t5train.errors import HostError
 from tests.infra.conftest import Until
@@ -55,15 +58,15 @@ class DeafReceiver:
 def test_a_host_that_reads_no_more_of_a_transfer_still_gets_the_renewals_of_all_leases(
     site: Site, run: NodeRun, local_hosts: LocalHosts, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_session, "RENEW_SECONDS", 0.0)
+    monkeypatch.setattr(agents, "RENEW_SECONDS", 0.0)
     (source := tmp_path / "source").mkdir()
     (source / "weights").write_bytes(bytes(8 << 20))
-    hosts, claim = DeafReceiver(local_hosts, tmp_path), Claim()
-    run = replace(run, nodes=replace(run.nodes, transport=hosts), owner=replace(run.owner, lease_seconds=0.1))
+    hosts, opened = DeafReceiver(local_hosts, tmp_path), Agents()
+    run = replace(run, nodes=replace(run.nodes, transport=hosts))
     this = attempt.begin(tmp_path / "run", None, 60.0, {"a": (0,)})
     local_hosts.prepare(this)
-    claim.take(run, run.nodes.hosts, (), adopt=False)
-    session = HostSession(hosts, "a", this, {}, News())
+    Claim(opened).take(run, run.nodes.hosts, (), adopt=False)
+    opened.on(run.nodes, 60.0)["a"].watch(this.run_id, {}, News())
     with ThreadPoolExecutor(1) as threads:
         parts = {"a": listed(source, ["weights"])}
         transfer = threads.submit(restore, run.nodes, run.name, run.relative_path, parts, source)
@@ -76,8 +79,54 @@ def test_a_host_that_reads_no_more_of_a_transfer_still_gets_the_renewals_of_all_
             assert not transfer.done()
         finally:
             hosts.ended.touch()
-            session.close()
-            session.join()
-            claim.release()
+            opened.close()
         with pytest.raises(HostError):
             transfer.result()
+
+
+@contextmanager
+def hanging(file: Path, until: Until) -> Iterator[None]:
+    """Whoever reads the file next waits until the block ends. It begins when somebody does."""
+    os.mkfifo(pipe := file.with_name("pipe"))
+    pipe.replace(file)
+    opened = list[int]()
+
+    def is_read() -> bool:
+        with suppress(OSError):  # nobody reads it yet
+            opened.append(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(opened)
+
+    until(is_read)
+    try:
+        yield
+    finally:
+        os.close(opened[0])
+
+
+def test_a_disk_of_a_run_that_hangs_delays_no_renewal_for_the_attempt(
+    site: Site,
+    run: NodeRun,
+    local_hosts: LocalHosts,
+    tmp_path: Path,
+    until: Until,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(agents, "RENEW_SECONDS", 0.0)
+    monkeypatch.setattr(agents, "_UNANSWERED_SHARE", 0.0)
+    opened = Agents()
+    claim = Claim(opened)
+    this = attempt.begin(tmp_path / "run", None, 60.0, {"a": (0,)})
+    local_hosts.prepare(this)
+    claim.take(run, run.nodes.hosts, (), adopt=False)
+    opened.on(run.nodes, 60.0)["a"].watch(this.run_id, {}, News())
+    files, lease = site.scratch("a") / run.relative_path, local_hosts.attempt_folder("a", this.run_id) / LEASE
+    with ThreadPoolExecutor(1) as threads, hanging(files / OWNER, until):
+        until(lambda: "on a, will retry: no answer for" in caplog.text)
+        of_run, released = (files / LEASE).read_text(), threads.submit(claim.release)
+        for _ in range(RENEWALS):
+            before = lease.read_text()
+            until(lambda before=before: lease.read_text() != before)
+        assert (files / LEASE).read_text() == of_run
+        assert not released.done(), "the host may still renew the claim"
+    opened.close()

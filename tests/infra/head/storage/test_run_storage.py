@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from infra.head.hosts.agents import Agents
 from infra.head.stop_signal import Stopped
 from infra.head.storage import checkpoint_sync
 from infra.head.storage.claim import Claim
@@ -36,7 +37,7 @@ def test_the_last_checkpoint_is_gathered_after_a_stop_but_not_after_a_killed_ran
             raise error
 
     with pytest.raises(type(error)):
-        train(NodeLocalStorage(run, lambda folder: folder, silent, Claim()))
+        train(NodeLocalStorage(run, lambda folder: folder, silent, Claim(Agents())))
     assert tags.complete_tags(run.checkpoints) == gathered
 
 
@@ -50,7 +51,7 @@ def test_the_error_for_a_host_lost_at_the_last_gather_names_what_is_done_and_wha
     transport = Unsteady(site.nodes.transport, "b")
     cut = replace(run, nodes=replace(run.nodes, transport=transport))
     with pytest.raises(NotGathered) as caught:
-        NodeLocalStorage(cut, lambda folder: folder, silent, Claim()).take_home()
+        NodeLocalStorage(cut, lambda folder: folder, silent, Claim(Agents())).take_home()
     assert str(caught.value).startswith("training is done, but b was lost before the head had the whole result: b: ")
     assert "Start the same command again when b answers" in str(caught.value)
     assert str(caught.value).endswith(f"training then resumes from {tag_of(4)}")
@@ -101,7 +102,7 @@ def test_the_job_is_written_only_after_its_checkpoint_is_gathered(run: NodeRun, 
 
     site.save(8)
     with pytest.raises(RankKilled):
-        NodeLocalStorage(run, write_job, silent, Claim()).make_ready(tmp_path)
+        NodeLocalStorage(run, write_job, silent, Claim(Agents())).make_ready(tmp_path)
     assert gathered_tags == [tag_of(8)]
 
 

@@ -1,4 +1,4 @@
-"""The messages of a host session: what the head orders, and what a node reports about an attempt's ranks.
+"""The messages of a control channel: what the head orders, and what the agent on a node reports.
 
 Standard library only, as nodes import it.
 """
@@ -9,24 +9,45 @@ from typing import NamedTuple
 
 from infra.node.attempts.exit_record import ExitRecord
 from infra.node.attempts.log_tail import Offsets
+from infra.node.attempts.run_ownership import Claimed, ClaimRun
 from infra.node.messages import Request
 
 
 @dataclass(frozen=True)
-class Watch(Request):
-    """Open a host session for an attempt."""
+class Serve(Request):
+    """Start an agent."""
 
-    action = "watch"
+    action = "serve"
+    lease_seconds: float
+    """The agent ends if it gets no message for longer than this."""
+
+
+class Instruction:
+    """Base class of the messages with which the head instructs the agent."""
+
+
+@dataclass(frozen=True)
+class Watch(Instruction):
+    """Watch an attempt from now on, and no other."""
+
     run_id: str
     offsets: Offsets | None
     """Where to continue reading its logs, as in LogTails."""
 
 
-class Order(StrEnum):
-    """What the head orders the node to do."""
+@dataclass(frozen=True)
+class Renew(Instruction):
+    """Renew the leases of the watched attempt and of the run."""
 
-    RENEW = "renew"
-    """Renew the lease."""
+    run_id: str | None
+    """Run id of the attempt, or None to watch it no longer."""
+    claim: ClaimRun | None
+    """The head's claim to the run's files. ClaimRenewed or ClaimNotRenewed answers it."""
+
+
+class Order(StrEnum):
+    """What is to happen to the watched attempt."""
+
     STOP = "stop"
     """Make the ranks save and end."""
     END = "end"
@@ -34,27 +55,42 @@ class Order(StrEnum):
 
 
 @dataclass(frozen=True)
-class Instruction:
+class Ordered(Instruction):
     """The message that carries an order of the head."""
 
     order: Order
 
 
 class Report:
-    """Base class of the messages with which the node reports."""
+    """Base class of the messages with which the agent reports."""
+
+
+@dataclass(frozen=True)
+class ClaimRenewed(Report):
+    """The claim was renewed, unless another head owns the run's files here."""
+
+    claimed: Claimed
+
+
+@dataclass(frozen=True)
+class ClaimNotRenewed(Report):
+    """The claim could not be renewed, because the disk of the run's files failed."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
 class Hello(Report):
-    """The first report."""
+    """The first report about an attempt."""
 
+    run_id: str
     boot_id: str
     offsets: Offsets
 
 
 @dataclass(frozen=True)
 class LeaseNotRenewed(Report):
-    """The lease could not be renewed, because the disk of the node folder failed."""
+    """The attempt's lease could not be renewed, because the disk of the node folder failed."""
 
     reason: str
 
@@ -118,7 +154,7 @@ class NewLines(Report):
 
 @dataclass(frozen=True)
 class Alive(Report):
-    """Sent at least once a second, to show that the node is alive."""
+    """Sent at least once a second, also if no attempt is watched, to show that the node is alive."""
 
     gone: tuple[str, ...]
     """Names of the ranks whose guards have ended without an exit record."""
@@ -126,7 +162,7 @@ class Alive(Report):
 
 @dataclass(frozen=True)
 class Ended(Report):
-    """The last report: the attempt has ended, or the node has no record of it."""
+    """The last report about an attempt: it has ended, or the node has no record of it."""
 
     left: tuple[int, ...]
     """Pids that survived SIGKILL."""
