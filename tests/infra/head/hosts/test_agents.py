@@ -65,7 +65,7 @@ def test_a_slow_login_is_awaited_longer_than_a_silent_channel(monkeypatch: pytes
 def test_reports_about_an_earlier_attempt_are_not_taken_for_those_of_the_watched_one() -> None:
     earlier, hello, news = Hello("smoke-0000-0123abcd", "boot", {}), Hello(RUN_ID, "boot", {}), News()
     lines = "".join(encode(each).decode() for each in (Alive(("rank-00000",)), earlier, Ended(()), hello))
-    agent = Agent(Nodes(FixedCommand(("sh", "-c", 'read request; echo "$0"; sleep 60', lines)), ("a",)), 60.0)
+    agent = Agent(Nodes(FixedCommand(("sh", "-c", 'read request; printf %s "$0"; sleep 60', lines)), ("a",)), 60.0)
     agent.watch(RUN_ID, {}, news)
     assert news.get(timeout=600)[2] == hello
     agent.close()

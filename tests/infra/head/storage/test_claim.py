@@ -1,6 +1,7 @@
 """Of two heads with different roots but the same run name and settings, only one owns the run's files on hosts."""
 
 import json
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,7 +32,7 @@ from t5train.files.run_folder import tag_of
 from t5train.progress import silent
 from tests.infra.conftest import Start, Until
 from tests.support.held_runs import is_lost
-from tests.support.simulated_nodes import Site, Unsteady, await_end
+from tests.support.simulated_nodes import LocalHosts, Site, Unsteady, await_end
 
 SECONDS = 8.0
 """A short lease, but longer than it takes to start an agent."""
@@ -209,6 +210,55 @@ def test_a_channel_that_is_cut_between_two_attempts_is_opened_again_before_the_l
         until(lambda before=before: (files / LEASE).read_text() != before)
         assert head_lease.age_seconds(files) < first.run.owner.lease_seconds
     assert [action for host, action in transport.actions if host == "a"] == ["claim", "claim", "serve"]
+
+
+STOPPED = """
+import sys, time
+from pathlib import Path
+from infra.head.hosts import agents
+from infra.head.hosts.hostfile import Hosts
+from infra.head.hosts.nodes import Nodes
+from infra.head.storage.claim import Claim
+from infra.head.storage.node_paths import NodeRun
+from infra.node.attempts.run_ownership import Owner
+from t5train.spec import StorageSpec
+from tests.support.held_runs import is_lost
+from tests.support.simulated_nodes import RUN, LocalHosts
+agents.RENEW_SECONDS = 0.1
+folder, python, lease_seconds = sys.argv[1:]
+owner = Owner("1" * 32, "this-head", "/this/root", "2026-01-01T00:00:00", float(lease_seconds))
+nodes = Nodes(LocalHosts(Path(folder), python), ("a",), owner=owner.unique_id)
+claim = Claim(agents.Agents())
+claim.take(NodeRun(RUN, Path(folder), Hosts.of({"a": (0,)}), nodes, StorageSpec(), owner), ("a",), (), adopt=False)
+while not is_lost(claim):
+    time.sleep(0.1)
+sys.exit(8)
+"""
+"""A head that renews its claim ten times a second, until it has lost it."""
+
+
+def test_a_head_that_was_stopped_for_longer_than_its_lease_ends_if_another_one_has_adopted_its_run(
+    site: Site, second: Head, local_hosts: LocalHosts, start: Start, until: Until
+) -> None:
+    files, agents = site.scratch("a") / second.run.relative_path, processes.given(str(site.folder / "hosts" / "a"))
+    head = start("-c", STOPPED, str(local_hosts.folder), local_hosts.python, "3.0")
+
+    def await_renewal() -> None:
+        before = (files / LEASE).read_text() if (files / LEASE).exists() else ""
+        until(lambda: (files / LEASE).exists() and (files / LEASE).read_text() != before)
+
+    for _ in range(2):
+        await_renewal()
+    head.send_signal(signal.SIGSTOP)  # for less than the lease
+    head.send_signal(signal.SIGCONT)
+    for _ in range(2):
+        await_renewal()
+    head.send_signal(signal.SIGSTOP)
+    until(lambda: not processes.find(agents))
+    assert [owner.head for owner in second.claimed(adopt=True)] == ["this-head"]
+    head.send_signal(signal.SIGCONT)
+    assert head.wait(60) == 8
+    assert owners(site, second.run) == [second.run.owner.unique_id] * 2
 
 
 def test_a_finished_run_can_be_adopted_at_once(first: Head, second: Head) -> None:
