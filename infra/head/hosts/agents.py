@@ -41,7 +41,6 @@ _LOGIN_SHARE = 0.5
 _UNANSWERED_SHARE = 0.5
 """Share of the lease after which a claim counts as not renewed, although the agent there is alive."""
 _BACKOFF_SECONDS = (1.0, 2.0)
-_END_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -243,7 +242,7 @@ class Agents:
 
     def await_answers(self) -> None:
         """Wait until no host renews a claim that is over, for a few seconds at most."""
-        deadline = time.monotonic() + _END_SECONDS
+        deadline = time.monotonic() + END_SECONDS
         for agent in self._open.values():
             agent.await_answer(max(0.0, deadline - time.monotonic()))
 

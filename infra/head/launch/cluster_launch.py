@@ -115,7 +115,6 @@ def _continued(
         found.close()
         earlier_attempts.end(found.this, transport)
         raise
-    spec.run.agents.on(Nodes(transport, spec.hosts.names, code=shipped_code(spec.cluster)), spec.cluster.lease_seconds)
     launcher, way = ClusterLauncher(found.this.run_id), transport_of(found.this)
     return ClusterWatch(found, launcher, way, on_tick), storage
 

@@ -1,17 +1,21 @@
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
 
+from infra.head.hosts.agents import Agents
 from infra.head.hosts.hostfile import Host, Hosts
+from infra.head.hosts.nodes import Nodes
 from infra.head.launch import cluster_launch, supervision
 from infra.head.launch.deepspeed_launcher import ClusterLauncher
 from infra.head.launch.held_run import hold_run
 from infra.head.launch.supervision import Supervision
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt
+from infra.node.code_bundle import own_bundle
 from t5train.spec.rank_job import TrainJob
 from tests.infra.conftest import Until
 from tests.support.guarded_ranks import recorded_exit
@@ -113,3 +117,22 @@ def test_hosts_of_adopted_ranks_get_the_code_of_the_new_head(this: Attempt, monk
     for spec.needs.code in (None, "c0de"):
         assert cluster_launch._continued(spec, MagicMock(), lambda: None) is not None
     assert sent == [("localhost",)]
+
+
+def test_agents_on_hosts_of_ranks_that_were_found_running_have_the_code_of_the_new_head(
+    launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace(this, code="0ld").write()
+    launch(launcher, this, tmp_path, until)
+    used = list[str | None]()
+
+    def on(_agents: Agents, nodes: Nodes, _lease_seconds: float) -> dict[str, MagicMock]:
+        used.append(nodes.code)
+        return {host: MagicMock() for host in nodes.hosts}
+
+    monkeypatch.setattr(Agents, "on", on)
+    with hold_run(tmp_path / "run") as run:
+        found = run.adopt()
+        assert found is not None
+        found.close()
+    assert used == [own_bundle().digest]
