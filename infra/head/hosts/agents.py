@@ -145,6 +145,9 @@ class Agent:
             self._answered.set()
             if self._closed.wait(seconds):
                 return
+            while self.is_idle:  # as on hosts that were switched off after training
+                if self._closed.wait(_LOOK_SECONDS):
+                    return
 
     def _report_broken(self, reason: str) -> None:
         if (watched := self._current) is not None:
