@@ -185,7 +185,7 @@ class Agent:
                     [self.host],
                 )
             if node.at_end and not self._closed.is_set():
-                raise BrokenOff("the host ended the session")
+                raise BrokenOff("the agent there has ended")
 
     def _claim_to_renew(self) -> ClaimRun | None:
         """The claim to send, unless the answer to the last renewal is still to come."""
