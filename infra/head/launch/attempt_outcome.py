@@ -107,7 +107,8 @@ class ClusterWatch:
             if not self._supervision.has_obeyed(host)
         ]
         of_ranks = evidence_of(self.this, len(self._supervision.ranks), self._supervision.gone, self._is_launcher_first)
-        return verdict([*self._supervision.evidence, *silent, *of_ranks], self.this.hosts or {})
+        of_hosts = [*self._supervision.evidence, *self._supervision.of_head, *silent]
+        return verdict([*of_hosts, *of_ranks], self.this.hosts or {})
 
     def _look(self) -> None:
         self._supervision.look(_LOOK_SECONDS)

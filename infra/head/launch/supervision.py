@@ -72,6 +72,8 @@ class Supervision:
         self.records: dict[str, ExitRecord] = {}
         self.evidence = list[Evidence]()
         """Of failures that the exit records do not show, such as a lost host."""
+        self.of_head = list[Evidence]()
+        """That this process did not run for longer than the lease. Ranks that have finished before have not failed."""
         self.num_saved = 0
         """How many sidecars hosts have reported that their ranks wrote to the hosts' own disks."""
         self._may_end = False
@@ -157,8 +159,22 @@ class Supervision:
 
     def _renew(self) -> None:
         head_lease.begin(self.head_folder)
+        began, before = now(), _clock()
         while not self._closed.wait(RENEW_SECONDS):
+            self._note_pause(_clock() - before, began)
             head_lease.renew(self.head_folder)
+            began, before = now(), _clock()
+
+    def _note_pause(self, seconds: float, began: str) -> None:
+        """Note how long this process did not run, if that was longer than the lease."""
+        lease_seconds = self.this.lease_seconds or 0
+        if seconds > lease_seconds:
+            error = LaunchError(
+                f"the head did not run for {seconds:.0f} s, so ranks on hosts ended by themselves after "
+                f"cluster.lease_seconds ({lease_seconds:.0f} s). Check whether somebody stopped it (Ctrl-Z, SIGSTOP, a "
+                "debugger), or whether this machine was suspended. The same command continues from the last checkpoint"
+            )
+            self.of_head.append(Evidence(error, Hops.OWN, began))  # what failed meanwhile, failed for that reason
 
     def _take(self, name: str, last_message_at: float, report: Report | ChannelBroken) -> None:
         host = self._hosts[name]
@@ -257,3 +273,8 @@ class Supervision:
 
     def _fail(self, failure: LaunchError, *hosts: str) -> None:
         self.evidence.append(Evidence(failure, Hops.OWN, now(), hosts))
+
+
+def _clock() -> float:
+    """Seconds since this machine was booted, also those for which it was suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
