@@ -4,7 +4,6 @@ A fault has one or both of two parts: `wrong`, a context manager that breaks som
 it after the run has ended; and `strike`, which breaks something once the run is training.
 """
 
-import json
 import os
 import re
 import signal
@@ -22,7 +21,6 @@ from infra.node import node_folders
 from infra.testcluster import Cluster, host_files
 from infra.testcluster.host_files import HOME, HOSTFILE
 from t5train.errors import DiskFull, LaunchError, PreflightError, SpecError
-from t5train.files.run_folder import FAILURES
 from tests.support.cluster_runs import ClusterRunner, Started
 
 LEASE_SECONDS = 10
@@ -33,6 +31,7 @@ QUOTED = """it's "quoted" $(touch executed) `touch executed`; touch executed #""
 RANK, LAUNCHER, PDSH, HEAD = "t5train.train", "deepspeed.launcher.runner", "pdsh", "t5-pretrain"
 SESSION = "infra.node"
 _SILENT_SECONDS, _FROZEN_SECONDS, _SOON_SECONDS = 6, 20, 1
+NODE1 = ("node1",)
 UNSHARED = "unshared"
 _SCRATCH = str(node_folders.node_path() / "scratch")
 _INODES = 2000
@@ -49,8 +48,12 @@ class Fault:
     message: str
     """A regular expression that the command's error message must match."""
     strike: Strike | None = None
+    moment: Strike | None = None
+    """Waits for the moment to strike; None: the run has taken some steps."""
     wrong: Wrong = lambda _stage: nullcontext()
     exit_code: int = LaunchError.exit_code
+    blames: tuple[str, ...] | None = None
+    """The hosts that the last failure in the run's record must count against; None if the run records none."""
     settings: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     root: str = ""
@@ -120,13 +123,15 @@ def killed_one_after_the_other(runner: ClusterRunner, started: Started) -> None:
     signalled("node0", RANK, signal.SIGKILL)(runner, started)
 
 
-@contextmanager
-def only_node1_blamed(runner: ClusterRunner) -> Iterator[None]:
-    """Assert afterwards that the last failure that was recorded counts against the second node, and no other."""
-    yield
-    records = runner.root.glob(f"runs/*/{FAILURES}")
-    last = max(records, key=lambda path: path.stat().st_mtime).read_text("utf-8").splitlines()[-1]
-    assert json.loads(last)["hosts"] == ["node1"], last
+def cable_pulled(runner: ClusterRunner, _: Started) -> None:
+    runner.cluster.set_link("node1", "down")
+
+
+def stop_sharing(runner: ClusterRunner, name: str) -> None:
+    """Make a folder of the root that every node has for itself."""
+    (runner.root / name).mkdir()
+    for node in runner.cluster.nodes:
+        runner.cluster.exec(node, ["mount", "-t", "tmpfs", "tmpfs", str(runner.root / name)]).check_returncode()
 
 
 def inodes_used_up(runner: ClusterRunner, _: Started) -> None:
@@ -139,10 +144,7 @@ def inodes_used_up(runner: ClusterRunner, _: Started) -> None:
 @contextmanager
 def few_inodes(runner: ClusterRunner) -> Iterator[None]:
     """Let nodes share no storage, give the second node's scratch disk few inodes, and free them afterwards."""
-    root = runner.root / UNSHARED
-    root.mkdir()
-    for node in runner.cluster.nodes:
-        runner.cluster.exec(node, ["mount", "-t", "tmpfs", "tmpfs", str(root)]).check_returncode()
+    stop_sharing(runner, UNSHARED)
     script = f"mkdir -p -m 700 {_SCRATCH} && mount -t tmpfs -o mode=700,nr_inodes={_INODES} tmpfs {_SCRATCH}"
     runner.cluster.exec("node1", ["sh", "-c", f"umask 077; {script}"]).check_returncode()
     yield
@@ -173,6 +175,9 @@ def afterwards(repair: Callable[[Cluster], object]) -> Wrong:
         repair(runner.cluster)
 
     return wrong
+
+
+plugged_in_afterwards = afterwards(lambda cluster: cluster.set_link("node1", "up"))
 
 
 @contextmanager
@@ -252,18 +257,21 @@ def nothing_written(runner: ClusterRunner) -> Iterator[None]:
 
 Refused = partial(Fault, exit_code=PreflightError.exit_code)
 FAULTS = [
-    Fault("a rank is killed", "rank 1.*node1.*killed", signalled("node1", RANK, signal.SIGKILL)),
-    Fault("a rank is stopped", "rank 1.*node1.*no sign of life", signalled("node1", RANK, signal.SIGSTOP), in_ci=True),
+    Fault("a rank is killed", "rank 1.*node1.*killed", signalled("node1", RANK, signal.SIGKILL), blames=NODE1),
+    Fault(
+        "a rank is stopped", "rank 1.*node1.*no sign of life", signalled("node1", RANK, signal.SIGSTOP),
+        blames=NODE1, in_ci=True,
+    ),
     Fault(
         "a host is silent while another host's rank fails", "rank 1.*node1.*killed", silent_and_killed,
-        only_node1_blamed, settings=("cluster.lease_seconds=30",),
+        blames=NODE1, settings=("cluster.lease_seconds=30",),
     ),
     Fault(
         "a rank is killed, and another host's a second later", "rank 1.*node1.*killed", killed_one_after_the_other,
-        only_node1_blamed,
+        blames=NODE1,
     ),
-    Fault("DeepSpeed's launcher is killed", "launcher", signalled("head", LAUNCHER, signal.SIGKILL)),
-    Fault("pdsh is killed", "launcher", signalled("head", PDSH, signal.SIGKILL), in_ci=True),
+    Fault("DeepSpeed's launcher is killed", "launcher", signalled("head", LAUNCHER, signal.SIGKILL), blames=()),
+    Fault("pdsh is killed", "launcher", signalled("head", PDSH, signal.SIGKILL), blames=(), in_ci=True),
     Fault("the head is killed", "", signalled("head", HEAD, signal.SIGKILL), exit_code=137),
     Fault(
         "the head is killed, and started again at once", "", signalled("head", HEAD, signal.SIGKILL),
@@ -271,16 +279,15 @@ FAULTS = [
     ),
     Fault(
         "a node loses power", "node1", lambda runner, _: runner.cluster.power_cut("node1"),
-        afterwards(lambda cluster: cluster.boot("node1")), in_ci=True,
+        wrong=afterwards(lambda cluster: cluster.boot("node1")), blames=NODE1, in_ci=True,
     ),
     Fault(
-        "a node's cable is pulled", "node1", lambda runner, _: runner.cluster.set_link("node1", "down"),
-        afterwards(lambda cluster: cluster.set_link("node1", "up")),
+        "a node's cable is pulled", "node1", cable_pulled, wrong=plugged_in_afterwards, blames=NODE1,
     ),
     Fault(
         # Existing connections stay, new ones are refused.
         "sshd of a node stops while it trains", "", lambda runner, _: runner.cluster.stop_sshd("node1"),
-        afterwards(lambda cluster: cluster.start_sshd("node1")), exit_code=0,
+        wrong=afterwards(lambda cluster: cluster.start_sshd("node1")), exit_code=0,
     ),
     Fault("Ctrl-C", "interrupted", signalled("head", HEAD, signal.SIGINT), exit_code=130),
     Fault("Ctrl-C, twice", "interrupted", interrupted_twice, exit_code=130),
@@ -301,17 +308,17 @@ FAULTS = [
     Refused("a node has another torch", "node1: torch 2.0.1", wrong=other_torch, in_ci=True),
     Fault("a killed compilation left its lock", "", wrong=stale_lock, exit_code=0),
     Fault(
-        "$(...) and quotes in an environment variable and in the root's name", "", is_literal, nothing_executed,
+        "$(...) and quotes in an environment variable and in the root's name", "", is_literal, wrong=nothing_executed,
         exit_code=0, settings=('cluster.environment=["T5_QUOTED"]',), environment={"T5_QUOTED": QUOTED}, in_ci=True,
         root='it\'s "a" $(touch executed) `touch executed`; touch executed',
     ),
     Fault(
-        "a secret in the environment", "", is_hidden, nothing_written,
+        "a secret in the environment", "", is_hidden, wrong=nothing_written,
         exit_code=0, environment={"HF_TOKEN": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET},
     ),
     # The last one: the run is resumed after all faults, on these mounts, which a node that loses power would lose.
     Fault(
-        "a host's inodes are full", "rank 1.*node1.*no free inodes.*exclude node1", inodes_used_up, few_inodes,
-        exit_code=DiskFull.exit_code, root=UNSHARED,
+        "a host's inodes are full", "rank 1.*node1.*no free inodes.*exclude node1", inodes_used_up, wrong=few_inodes,
+        exit_code=DiskFull.exit_code, root=UNSHARED, blames=NODE1,
     ),
 ]  # fmt: skip

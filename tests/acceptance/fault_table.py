@@ -7,6 +7,7 @@
 """
 
 import argparse
+import json
 import os
 import tempfile
 import time
@@ -18,8 +19,9 @@ from typing import Any
 
 from infra.testcluster import Cluster
 from infra.testcluster.host_files import HOME, HOSTFILE
-from t5train.files.run_folder import WITNESS_FOLDER
-from tests.acceptance.fault_cases import FAULTS, LEASE_SECONDS, RANK, Fault, pids
+from t5train.files.run_folder import FAILURES, WITNESS_FOLDER
+from tests.acceptance import fault_cases, hang_cases
+from tests.acceptance.fault_cases import LEASE_SECONDS, RANK, Fault, pids
 from tests.acceptance.result_table import write_table
 from tests.support.cluster_runs import ClusterRunner, Ended, Started, last_step, prepare, weights
 
@@ -31,6 +33,7 @@ SETTINGS = {
     "cluster.grace_seconds": 5,
     "cluster.retries": 0,
 }
+FAULTS = [*fault_cases.FAULTS, *hang_cases.FAULTS]
 ALLOWED_SECONDS, LONGEST_SECONDS = 20, 400
 _OPTIONS = ["--hostfile", HOSTFILE, "--num-nodes", "2"]
 _HEADER = """\
@@ -88,12 +91,18 @@ def inject(runner: ClusterRunner, fault: Fault, run_name: str | None = None, pac
         at = time.monotonic()
         run = _start(runner, fault, run_name)
         if fault.strike:
-            run.await_step(max(pace.strike_at, steps_before + pace.steps_between), LONGEST_SECONDS)
+            if fault.moment:
+                fault.moment(runner, run)
+            else:
+                run.await_step(max(pace.strike_at, steps_before + pace.steps_between), LONGEST_SECONDS)
             goes_on = not fault.ends_ranks and not fault.started_again
             runner.cluster.set_rate("node0", None if goes_on else pace.struck_rate)
             at = time.monotonic()
             fault.strike(runner, run)
         ended, ranks_gone_at = _follow(runner, fault, run, run_name)
+        if fault.blames is not None:
+            last = json.loads((run.run_folder / FAILURES).read_text("utf-8").splitlines()[-1])
+            assert last["hosts"] == list(fault.blames), last
         left = runner.left(others, ALLOWED_SECONDS)
         runner.cluster.set_rate("node0", None)
     message = ended.message.replace(str(runner.root), "{root}")
