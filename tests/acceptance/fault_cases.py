@@ -54,6 +54,8 @@ class Fault:
     exit_code: int = LaunchError.exit_code
     blames: tuple[str, ...] | None = None
     """The hosts that the last failure in the run's record must count against; None if the run records none."""
+    command: str = "train"
+    """``run`` repeats a failed attempt."""
     settings: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     root: str = ""

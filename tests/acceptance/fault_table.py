@@ -24,6 +24,7 @@ from tests.acceptance import fault_cases, hang_cases
 from tests.acceptance.fault_cases import LEASE_SECONDS, RANK, Fault, pids
 from tests.acceptance.result_table import write_table
 from tests.support.cluster_runs import ClusterRunner, Ended, Started, last_step, prepare, weights
+from tests.support.hanging_disk import DEVICE
 
 SETTINGS = {
     "optimizer.num_steps": 70,
@@ -132,9 +133,11 @@ def undisturbed_weights(runner: ClusterRunner) -> Any:
 
 
 def _start(runner: ClusterRunner, fault: Fault, run_name: str) -> Started:
-    (shards,) = (runner.root / "shards").iterdir()
-    options = [*_OPTIONS, "--shards", str(shards), *(part for each in fault.settings for part in ("--set", each))]
-    return runner.start("train", run_name, options, fault.environment, runner.root / fault.root)
+    options = [*_OPTIONS, *(part for each in fault.settings for part in ("--set", each))]
+    if fault.command == "train":
+        (shards,) = (runner.root / "shards").iterdir()
+        options += ["--shards", str(shards)]
+    return runner.start(fault.command, run_name, options, fault.environment, runner.root / fault.root)
 
 
 def _follow(runner: ClusterRunner, fault: Fault, run: Started, run_name: str) -> tuple[Ended, float]:
@@ -162,6 +165,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS], metavar="FAULT")
     parser.add_argument("--into", type=Path, help="replace the table in this document")
     chosen = parser.parse_args()
+    if not DEVICE.exists():
+        print(f"Faults of a root that hangs are left out: {DEVICE} does not exist.")
     with staged() as runner:
         undisturbed = undisturbed_weights(runner)
         outcomes = [_shown(inject(runner, fault)) for fault in FAULTS if not chosen.only or fault.name in chosen.only]

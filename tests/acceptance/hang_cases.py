@@ -1,6 +1,8 @@
 """More faults of docs/evidence/faults.md: something hangs, or is cut off in a certain phase."""
 
+import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -12,6 +14,7 @@ from pathlib import Path
 from infra.node import node_folders
 from t5train.errors import NotGathered
 from t5train.files import heartbeat
+from t5train.files.run_folder import FAILURES
 from tests.acceptance.fault_cases import (
     HEAD,
     NODE1,
@@ -25,6 +28,7 @@ from tests.acceptance.fault_cases import (
     stop_sharing,
 )
 from tests.support.cluster_runs import ClusterRunner, Started
+from tests.support.hanging_disk import DEVICE
 from tests.support.object_server import BUCKET, ObjectServer
 from tests.support.unshared_runs import await_condition
 
@@ -35,7 +39,7 @@ _SECONDS = 400
 _ALL = ("head", "node0", "node1")
 _POLL_SECONDS = 0.02
 _DISK, _WEED = "tests.support.hanging_disk", "weed"
-_GATHERED = "gathered"
+_GATHERED, _BETWEEN = "gathered", "between"
 _DATA = Path("/var/tmp/store")  # noqa: S108 - the head's own
 _STORE = ObjectServer(_DATA)
 
@@ -74,7 +78,7 @@ def _await(condition: Callable[[], bool]) -> None:
 
 
 def _is_mounted(runner: ClusterRunner, host: str, root: str) -> bool:
-    return runner.cluster.exec(host, ["mountpoint", "--quiet", root]).returncode == 0
+    return runner.cluster.exec(host, ["stat", "-f", "-c", "%T", root]).stdout.startswith("fuse")
 
 
 def ranks_start(runner: ClusterRunner, started: Started) -> None:
@@ -181,31 +185,34 @@ def store(runner: ClusterRunner) -> Iterator[None]:
         _signal(runner, "head", _WEED, signal.SIGCONT)
 
 
+def cut_between_attempts(runner: ClusterRunner, started: Started) -> None:
+    """Kill the second node's rank, and once that is recorded, the processes of sshd that serve the head there."""
+    signalled("node1", RANK, signal.SIGKILL)(runner, started)
+    await_condition(started, (started.run_folder / FAILURES).exists)
+    for process in runner.cluster.processes("node1"):
+        if process.argv[0].startswith("sshd:") and "listener" not in process.argv[0]:
+            os.kill(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def claimed_between_attempts(runner: ClusterRunner) -> Iterator[None]:
+    """Let nodes share no storage, so that the head claims the run there. Nothing but the rank may have failed."""
+    stop_sharing(runner, _BETWEEN)
+    for name in ("corpus", "tokenizer", "shards"):
+        shutil.copytree(runner.root / name, runner.root / _BETWEEN / name)
+    yield
+    (record,) = (runner.root / _BETWEEN).glob(f"runs/*/{FAILURES}")
+    assert [json.loads(line)["hosts"] for line in record.read_text("utf-8").splitlines()] == [["node1"]]
+
+
 _stored = partial(
     Fault, wrong=store, settings=(f"storage.publish_checkpoints_under=s3://{BUCKET}/runs",),
     environment=_STORE.environment,
 )  # fmt: skip
-FAULTS = [
-    Fault(
-        "the head is stopped for less than the lease, and continues", "", head_paused(_SHORTER_SECONDS),
-        exit_code=0, settings=("cluster.lease_seconds=30",),
-    ),
-    Fault(
-        "the head is stopped for more than the lease, and continues", "the head did not run for 2. s",
-        head_paused(_LONGER_SECONDS), blames=(),
-    ),
-    Fault(
-        "a node's cable is pulled while ranks start", "node1", cable_pulled, ranks_start,
-        plugged_in_afterwards, blames=NODE1,
-    ),
+_OF_ROOTS = [
     Fault(
         "a node's cable is pulled while it saves", "node1", pulled_while_saving, saves_hang(NODE1),
         hanging_root_and_cable, blames=NODE1,
-    ),
-    Fault(
-        "a node's cable is pulled before the last gather",
-        "node1 was lost before the head had the whole result", cable_pulled, all_have_finished, unshared,
-        exit_code=NotGathered.exit_code, root=_GATHERED, blames=NODE1,
     ),
     Fault(
         "the root hangs on a node", "rank 1.*node1.*writing the checkpoint", root_hangs_on, saves_hang(NODE1),
@@ -215,9 +222,33 @@ FAULTS = [
         "the root hangs on all hosts for longer than the lease, and answers again", "", root_answers_after_a_lease,
         saves_hang(_ALL), partial(hanging_root, hosts=_ALL), exit_code=0,
     ),
+]  # fmt: skip
+FAULTS = [
+    Fault(
+        "the head is stopped for less than the lease, and continues", "", head_paused(_SHORTER_SECONDS),
+        exit_code=0, settings=("cluster.lease_seconds=30",),
+    ),
+    Fault(
+        "the head is stopped for more than the lease, and continues", "the head did not run for [0-9]+ s",
+        head_paused(_LONGER_SECONDS), blames=(),
+    ),
+    Fault(
+        "a node's cable is pulled while ranks start", "node1", cable_pulled, ranks_start,
+        plugged_in_afterwards, blames=NODE1,
+    ),
+    Fault(
+        "a node's cable is pulled before the last gather",
+        "node1 was lost before the head had the whole result", cable_pulled, all_have_finished, unshared,
+        exit_code=NotGathered.exit_code, root=_GATHERED, blames=NODE1,
+    ),
     _stored("the bucket hangs until ranks are done", "", without_store, exit_code=0),
     _stored(
         "the bucket hangs, and Ctrl-C", "interrupted", signalled("head", HEAD, signal.SIGINT), store_hangs,
         exit_code=130,
     ),
+    Fault(
+        "a channel is cut between two attempts", "", cut_between_attempts, wrong=claimed_between_attempts,
+        command="run", settings=("cluster.retries=1",), root=_BETWEEN, blames=NODE1, exit_code=0,
+    ),
+    *(_OF_ROOTS if DEVICE.exists() else []),
 ]  # fmt: skip
