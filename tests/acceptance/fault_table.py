@@ -73,7 +73,8 @@ class Outcome:
     def row(self, equal: str) -> str:
         ranks = f"{self.ranks_seconds:.1f} s" if self.fault.ends_ranks else ""
         seconds = f"{self.seconds:.1f} s" if self.fault.exit_code else ""
-        message = self.message.replace(HOME, "~").replace("|", "\\|") if self.fault.message else ""
+        said, _, _ = self.message.partition(" The output of the ")  # where that is, is the same in every row
+        message = said.replace(HOME, "~").replace("|", "\\|") if self.fault.message else ""
         left = "; ".join(self.left) or "0"
         name = self.fault.name
         return f"| {name} | {ranks} | {seconds} | {message} | {self.exit_code} | {left} | {equal} |"

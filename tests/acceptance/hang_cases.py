@@ -92,7 +92,7 @@ def saves_hang(hosts: Sequence[str]) -> Strike:
     def moment(runner: ClusterRunner, started: Started) -> None:
         started.await_step(_STRIKE_AT, _SECONDS)
         for host in hosts:
-            _signal(runner, host, _DISK, signal.SIGSTOP)
+            _signal(runner, host, _DISK, signal.SIGUSR1)
         since = time.monotonic()
         await_condition(started, lambda: any(beat.is_saving and beat.beat > since for beat in _beats(runner)))
 

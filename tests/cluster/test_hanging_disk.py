@@ -57,11 +57,18 @@ def test_whoever_waits_for_a_disk_that_hangs_can_be_killed_and_others_go_on(
     tmp_path: Path, disk: subprocess.Popen[bytes]
 ) -> None:
     (tmp_path / "source" / "x").write_text("content")
-    disk.send_signal(signal.SIGSTOP)
-    killed, other = (
-        subprocess.Popen(["cat", tmp_path / "shown" / "x"], stdout=subprocess.PIPE, text=True) for _ in range(2)
-    )
+    with open(tmp_path / "shown" / "y", "wb") as written:
+        argv = ["sh", "-c", 'read _; exec cat "$0"', tmp_path / "shown" / "x"]
+        killed, other = (
+            subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[written.fileno()]
+            )
+            for _ in range(2)
+        )
+    disk.send_signal(signal.SIGUSR1)
+    await_that(lambda: "T (stopped)" in Path(f"/proc/{disk.pid}/status").read_text())
     for process in (killed, other):
+        print(file=process.stdin, flush=True)
         await_that(lambda of=process: "request_wait" in Path(f"/proc/{of.pid}/wchan").read_text())
     killed.kill()
     assert killed.communicate(timeout=60)[0] == ""

@@ -4,15 +4,18 @@
 
     python -m tests.support.hanging_disk SOURCE TARGET     as root
 
-Stop this process (SIGSTOP), and every access to TARGET waits; continue it, and they go on. Processes that wait can be
-killed, as on NFS. Kill it, and they get ENOTCONN, so that it leaves no process that nothing can end. TARGET may be
-SOURCE. No library is used: requests and answers are those of include/uapi/linux/fuse.h.
+After SIGUSR1 it stops, and every access to TARGET waits; continue it (SIGCONT), and they go on. Processes that wait
+can be killed, as on NFS, because it stops between two requests: the kernel waits for one that it has read. Kill it, and
+they get ENOTCONN, so that it leaves no process that nothing can end. TARGET may be SOURCE. No library is used: requests
+and answers are those of include/uapi/linux/fuse.h.
 """
 
 import ctypes
 import errno
 import os
 import resource
+import select
+import signal
 import stat
 import struct
 import sys
@@ -57,8 +60,16 @@ class HangingDisk:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), target)
 
     def serve(self) -> NoReturn:
-        """Answer requests until this process is killed."""
+        """Answer requests until this process is killed, and stop at SIGUSR1."""
+        asked, asks = os.pipe()
+        os.set_blocking(asks, False)
+        signal.set_wakeup_fd(asks)
+        signal.signal(signal.SIGUSR1, lambda *_: None)
         while True:
+            if asked in select.select([asked, self._device], [], [])[0]:
+                os.read(asked, 1)
+                os.kill(os.getpid(), signal.SIGSTOP)
+                continue
             request = os.read(self._device, _MOST_WRITTEN + 4096)
             _, code, unique, number, *_ = _HEADER.unpack_from(request)
             handler = self._HANDLERS.get(code)
@@ -231,9 +242,10 @@ class HangingDisk:
     _HANDLERS: dict[int, Callable[["HangingDisk", int, bytes], bytes | None]] = {  # noqa: RUF012 - a constant
         1: _look_up, 2: _forget, 3: _get_attributes, 4: _set_attributes, 5: _read_link, 6: _make_link, 9: _make_folder,
         10: _unlink, 11: _remove_folder, 12: _rename, 13: _link, 14: _open, 15: _read, 16: _write, 17: _free_space,
-        18: _release, 20: _sync, 25: _nothing, 26: _initialise, 27: _open_folder, 28: _read_folder, 29: _release,
+        18: _release, 20: _sync, 26: _initialise, 27: _open_folder, 28: _read_folder, 29: _release,
         30: _sync, 35: _create, 36: _ignore, 38: _nothing, 42: _forget_many, 45: _rename_with_flags,
     }  # fmt: skip
+    """Without FLUSH, for which a killed process would wait when its files are closed."""
 
 
 def _refused() -> NoReturn:

@@ -20,16 +20,14 @@ from infra.node.attempts import attempt
 from infra.node.attempts.agent_messages import RankEnded, RankError
 from infra.node.attempts.exit_record import Cause, ExitRecord
 from t5train.errors import HostLost, Preempted, T5TrainError
-from tests.support.waiting import await_that
 
 HOSTS = {"a": (0,), "b": (0,)}
 LEASE_SECONDS = 60.0
 
 
 @pytest.fixture
-def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervision]:
+def supervised(tmp_path: Path) -> Iterator[Supervision]:
     """The supervision of an attempt on two hosts, whose agents do nothing."""
-    monkeypatch.setattr(supervision, "RENEW_SECONDS", 0.01)
     (tmp_path / "head").mkdir()
     this = attempt.begin(tmp_path / "run", None, LEASE_SECONDS, HOSTS)
     supervised = Supervision(this, dict.fromkeys(HOSTS, Mock()), tmp_path / "head", dict.fromkeys(HOSTS, "1"))
@@ -64,9 +62,11 @@ def test_a_head_that_was_stopped_reads_what_arrived_meanwhile_before_a_host_coun
 def test_a_head_that_was_stopped_for_longer_than_the_lease_is_the_cause_unless_ranks_had_finished(
     supervised: Supervision, monkeypatch: pytest.MonkeyPatch, have_finished: bool
 ) -> None:
-    seconds = count(supervision._clock(), LEASE_SECONDS + 1)  # the head is stopped each time that it waits
+    supervised.close()
+    monkeypatch.setattr(supervised, "_closed", Mock(wait=Mock(side_effect=[False, True])))
+    seconds = count(0.0, LEASE_SECONDS + 1)
     monkeypatch.setattr(supervision, "_clock", lambda: next(seconds))
-    await_that(lambda: bool(supervised.of_head))
+    supervised._renew()
     ended = (0, Cause.EXITED, "exited") if have_finished else (-9, Cause.HEAD, "no message from the head for 60 s")
     for rank, host in enumerate(HOSTS):
         record = ExitRecord(attempt.rank_name(rank), *ended, "then", attempt.now(), host)
