@@ -149,6 +149,8 @@ def diagnose(record: ExitRecord, output: str) -> Diagnosis:
     """Diagnose a rank that did not succeed; ``output`` is the end of its log."""
     if record.cause == Cause.PHASE and _waits_for_others(output):
         return _WAITED
+    if record.cause == Cause.PHASE and record.reason.startswith("phase 'save'"):
+        return _BY_CAUSE[Cause.SAVE]
     if record.cause in _BY_CAUSE:
         return _BY_CAUSE[record.cause]
     if record.returncode is not None and record.returncode < 0:

@@ -79,6 +79,7 @@ CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
     (LATE, f"Current thread 0x1:\n{IMPORTING}", RankStopped, "took 61 s"),
     (LATE, RECEIVING, CollectiveTimeout, ""),
     ({**LATE, "cause": Cause.SAVE}, RECEIVING, RankStopped, "check the disk that it wrote to"),
+    ({**LATE, "reason": "phase 'save' of step 4 took 61 s"}, "", RankStopped, "check the disk that it wrote to"),
     (WITHOUT_HEAD, "", HostLost, "no message from the head"),
     (STOPPED, "", Preempted, "continues from the last one"),
 ]
