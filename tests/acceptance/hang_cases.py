@@ -215,7 +215,8 @@ _OF_ROOTS = [
         hanging_root_and_cable, blames=NODE1,
     ),
     Fault(
-        "the root hangs on a node", "rank 1.*node1.*deadline is 15 s.*check the disk that it wrote to", root_hangs_on, saves_hang(NODE1),
+        "the root hangs on a node",
+        "rank 1.*node1.*deadline.*check the disk that it wrote to", root_hangs_on, saves_hang(NODE1),
         partial(hanging_root, hosts=NODE1), settings=("cluster.deadlines.save_seconds=15",), blames=NODE1,
     ),
     Fault(

@@ -36,7 +36,9 @@ class Proof:
 
 PROOFS = (
     Proof("mutations", ("t5train", "infra", "flows", "tasks", "tests")),
-    Proof("faults", (*_HOSTS, "tests/acceptance/fault_table.py", "tests/acceptance/fault_cases.py")),
+    Proof(
+        "faults", (*_HOSTS, *(f"tests/acceptance/{name}.py" for name in ("fault_table", "fault_cases", "hang_cases")))
+    ),
     Proof("resumes", (*_HOSTS, "tests/acceptance/resume_table.py", "tests/acceptance/resume_cases.py")),
     Proof("pretraining-kills", _KILLED),
     Proof("finetuning-kills", (*_KILLED, "t5train/model")),
