@@ -293,7 +293,7 @@ FAULTS = [
     ),
     Fault("Ctrl-C", "interrupted", signalled("head", HEAD, signal.SIGINT), exit_code=130),
     Fault("Ctrl-C, twice", "interrupted", interrupted_twice, exit_code=130),
-    Refused("sshd of a node is down", "node1.*refused", wrong=without_sshd),
+    Refused("sshd of a node is down", "node1.*refused", wrong=without_sshd, in_ci=True),
     Refused("a node has another host key", "node1.*key", wrong=other_key, in_ci=True),
     Refused(
         "the port is taken", str(MASTER_PORT), wrong=port_taken, settings=(f"cluster.master_port={MASTER_PORT}",)
