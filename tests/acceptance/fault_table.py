@@ -36,6 +36,7 @@ SETTINGS = {
 }
 FAULTS = [*fault_cases.FAULTS, *hang_cases.FAULTS]
 ALLOWED_SECONDS, LONGEST_SECONDS = 20, 400
+_MOST_WORDS = 35
 _OPTIONS = ["--hostfile", HOSTFILE, "--num-nodes", "2"]
 _HEADER = """\
 | fault | ranks ended after | command ended after | message | exit code | processes left | bit-equal after restart |
@@ -73,11 +74,12 @@ class Outcome:
     def row(self, equal: str) -> str:
         ranks = f"{self.ranks_seconds:.1f} s" if self.fault.ends_ranks else ""
         seconds = f"{self.seconds:.1f} s" if self.fault.exit_code else ""
-        said, _, _ = self.message.partition(" The output of the ")  # where that is, is the same in every row
-        message = said.replace(HOME, "~").replace("|", "\\|") if self.fault.message else ""
+        said, _, _ = self.message.removeprefix("error: ").partition(" The output of the ")
+        words = said.replace(HOME, "~").replace("|", "\\|").split() if self.fault.message else []
+        message = " ".join([*words[:_MOST_WORDS], *["..."] * (len(words) > _MOST_WORDS)])
         left = "; ".join(self.left) or "0"
-        name = self.fault.name
-        return f"| {name} | {ranks} | {seconds} | {message} | {self.exit_code} | {left} | {equal} |"
+        cells = (self.fault.name, ranks, seconds, message, str(self.exit_code), left, equal)
+        return f"|{'|'.join(f' {cell} ' if cell else '' for cell in cells)}|"
 
 
 def inject(runner: ClusterRunner, fault: Fault, run_name: str | None = None, pace: Pace = Pace()) -> Outcome:
