@@ -29,7 +29,7 @@ MASTER_PORT = 29555
 SECRET = "s3cr3t-f0r-n0b0dy"  # noqa: S105 - a made-up secret
 QUOTED = """it's "quoted" $(touch executed) `touch executed`; touch executed #"""
 RANK, LAUNCHER, PDSH, HEAD = "t5train.train", "deepspeed.launcher.runner", "pdsh", "t5-pretrain"
-SESSION = "infra.node"
+AGENT = "infra.node"
 _SILENT_SECONDS, _FROZEN_SECONDS, _SOON_SECONDS = 6, 20, 1
 NODE1 = ("node1",)
 UNSHARED = "unshared"
@@ -106,13 +106,13 @@ def interrupted_twice(runner: ClusterRunner, started: Started) -> None:
 
 
 def silent_and_killed(runner: ClusterRunner, started: Started) -> None:
-    """Stop the first node's session, so that nothing arrives from it, and then kill the second node's rank.
+    """Stop the first node's agent, so that nothing arrives from it, and then kill the second node's rank.
 
-    The session continues when the head has given it up.
+    The agent continues when the head has given it up.
     """
-    sessions = [str(pid) for pid in pids(runner, "node0", SESSION)]
-    signalled("node0", SESSION, signal.SIGSTOP)(runner, started)
-    subprocess.Popen(["sh", "-c", f"sleep {_FROZEN_SECONDS}; kill -CONT {' '.join(sessions)}"])
+    agents = [str(pid) for pid in pids(runner, "node0", AGENT)]
+    signalled("node0", AGENT, signal.SIGSTOP)(runner, started)
+    subprocess.Popen(["sh", "-c", f"sleep {_FROZEN_SECONDS}; kill -CONT {' '.join(agents)}"])
     time.sleep(_SILENT_SECONDS)
     signalled("node1", RANK, signal.SIGKILL)(runner, started)
 
