@@ -93,7 +93,7 @@ class ClusterWatch:
                 self.this.number,
                 ", ".join(lost),
             )
-        # Others may answer although their sessions are broken or slow.
+        # Others may answer although the connections to their agents are broken or slow.
         asked = [host for host in missing if host not in lost]
         self._silent = earlier_attempts.end_on_hosts(self.this, self._transport, asked)
 
