@@ -143,6 +143,11 @@ class HostError(T5TrainError):
 
     exit_code = 7
 
+    @property
+    def is_transient(self) -> bool:
+        """Whether the host may do it later, as nothing is wrong with its settings, or with those of this machine."""
+        return bool(self.hosts) and self.retryable and not isinstance(self, HostMisconfigured)
+
 
 class HostUnreachable(HostError):
     """A connection to a host could not be made, or was lost."""

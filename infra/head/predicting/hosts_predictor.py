@@ -15,7 +15,7 @@ from typing import NamedTuple
 from infra.head.hosts.code_shipping import reached_nodes
 from infra.head.hosts.hostfile import chosen_hosts
 from infra.head.hosts.nodes import Attendance, Nodes, attended
-from infra.head.predicting.shared_parts import Heard, SharedParts
+from infra.head.predicting.shared_parts import Heard, SharedParts, others_predict
 from infra.head.storage.provisioning import stage_folder
 from infra.head.storage.staged_bytes import StagingReports
 from infra.node.node_folders import staged_path
@@ -23,7 +23,7 @@ from infra.node.stages.makers import own_makers
 from infra.node.stages.predictor import PREDICTING_PACKAGES, FindDevice, FoundDevice, FromPredictor, PredictParts
 from infra.node.storage.pull import listed
 from t5train.data.worker_processes import Advance, Json
-from t5train.errors import SpecError
+from t5train.errors import HostError, SpecError
 from t5train.inference.model_folder import names_read
 from t5train.inference.predict.devices import OtherMachines
 from t5train.inference.predict.prediction_worker import OFFSETS, ORDER, ROWS, STARTS
@@ -44,8 +44,9 @@ def predicting_hosts(machines: MachinesSpec, device: str | None, progress: Progr
     ``device`` is the kind of device, such as ``cuda`` or ``cpu``; None: what all hosts have. ``progress`` is called
     with the bytes that are copied to them.
 
-    Raises SpecError if the hostfile or the device is not valid, or hosts have different kinds of devices; and the
-    HostError of a host that cannot predict, or has other packages or other code than this machine.
+    Hosts that are down are left out. Raises SpecError if the hostfile or the device is not valid, or hosts have
+    different kinds of devices; the HostError of a host that cannot predict, or has other packages or other code than
+    this machine, or whose name or key is wrong; and WorkerLost if all are down.
     """
     if device is not None and ":" in device:
         raise SpecError(
@@ -54,10 +55,8 @@ def predicting_hosts(machines: MachinesSpec, device: str | None, progress: Progr
         )
     hosts = chosen_hosts(machines.cluster)
     slots = {host.name: host.slots for host in hosts.all}
-    with reached_nodes(machines, hosts.names) as (nodes, lacking):
-        for error in lacking.values():
-            raise error
-        found = _device_of(nodes, slots, device)
+    with reached_nodes(machines, hosts.names) as (reached, lacking):
+        nodes, found = _with_device(reached, lacking, slots, device)
         workers = HostsPredictor(nodes, slots, found.kind, machines.cluster.lease_seconds, progress)
         yield OtherMachines(found.kind, found.device_bytes, workers)
 
@@ -81,23 +80,39 @@ def evaluating_hosts(spec: RunSpec, progress: Progress) -> Iterator[OtherMachine
         yield found
 
 
-def _device_of(nodes: Nodes, slots: Mapping[str, tuple[int, ...]], device: str | None) -> FoundDevice:
-    """Return the kind of device of all hosts, and the least memory that one has."""
+def _with_device(
+    nodes: Nodes, lacking: Mapping[str, HostError], slots: Mapping[str, tuple[int, ...]], device: str | None
+) -> tuple[Nodes, FoundDevice]:
+    """Return the hosts that are up, the kind of device of all of them, and the least memory that one has.
+
+    ``lacking`` are hosts that were not reached before.
+    """
     makers = own_makers(PREDICTING_PACKAGES, nodes.code)
     queries = {host: FindDevice(makers, device, slots[host]) for host in nodes.hosts}
-    kinds, memory = dict[str, str](), list[int]()
+    kinds, memory, lost = dict[str, str](), list[int](), dict(lacking)
     for host, answer in nodes.ask_each(queries, _DEVICE_SECONDS).items():
-        if not isinstance(answer, FoundDevice):
-            raise answer
-        kinds.setdefault(answer.kind, host)
-        memory.append(answer.device_bytes)
+        if isinstance(answer, HostError):
+            lost[host] = answer
+        else:
+            kinds.setdefault(answer.kind, host)
+            memory.append(answer.device_bytes)
+    up = _without(nodes.on(*slots), lost)
     if len(kinds) > 1:
         found = ", ".join(f"{host} predicts on {kind}" for kind, host in kinds.items())
         raise SpecError(
             f"{found}, but all hosts must use one kind of device, as each rounds differently. Leave the others out of "
             "the hostfile, or have all use their CPUs (--device cpu)"
         )
-    return FoundDevice(next(iter(kinds)), min(memory))
+    return up, FoundDevice(next(iter(kinds)), min(memory))
+
+
+def _without(nodes: Nodes, lost: Mapping[str, HostError]) -> Nodes:
+    """Return the other hosts. Raises the error of a host that would not answer later either; WorkerLost without any."""
+    for error in lost.values():
+        if not error.is_transient:
+            raise error
+    others_predict(nodes.hosts, lost, lost.values())
+    return nodes.on(*(host for host in nodes.hosts if host not in lost))
 
 
 class _Staged(NamedTuple):
@@ -123,20 +138,28 @@ class HostsPredictor:
     def __call__(self, function: str, jobs: Sequence[Json], advance: Advance) -> Iterator[Json]:
         """Yield a result for each part once its file is written to the folder of the job.
 
-        Raises HostError if a host cannot get the model, and WorkerLost when no host is left.
+        Raises HostError if a host that is up cannot get the model, and WorkerLost when no host is left.
         """
         if not jobs:
             return
         model, folder = Path(jobs[0]["model"]), Path(jobs[0]["folder"])
-        staged = relayed(partial(_stage, self.nodes, model, folder), self.progress, "copying the model to the hosts")
-        start = PredictParts(
-            *(self.nodes.scratch, staged.run_name, function, staged.model, staged.rows, self.device), slots=()
-        )
-        requests = {host: replace(start, slots=self.slots[host]) for host in self.nodes.hosts}
-        heard, processes = SimpleQueue[Heard](), {host: len(self.slots[host]) for host in self.nodes.hosts}
+        stage = partial(_staged_on_all, self.nodes, model, folder)
+        nodes, staged = relayed(stage, self.progress, "copying the model to the hosts")
+        start = PredictParts(nodes.scratch, staged.run_name, function, staged.model, staged.rows, self.device, slots=())
+        requests = {host: replace(start, slots=self.slots[host]) for host in nodes.hosts}
+        heard, processes = SimpleQueue[Heard](), {host: len(self.slots[host]) for host in nodes.hosts}
         attendance = Attendance(FromPredictor, _PROCESS, self.lease_seconds, self.lease_seconds)
-        with attended(self.nodes, requests, attendance, lambda host, what: heard.put(Heard(host, what))):
+        with attended(nodes, requests, attendance, lambda host, what: heard.put(Heard(host, what))):
             yield from SharedParts(jobs, processes, advance).results(heard)
+
+
+def _staged_on_all(nodes: Nodes, model: Path, folder: Path, progress: Progress) -> tuple[Nodes, _Staged]:
+    """Copy the model and the rows to the hosts that are up, and return these."""
+    while True:
+        try:
+            return nodes, _stage(nodes, model, folder, progress)
+        except HostError as error:
+            nodes = _without(nodes, dict.fromkeys(error.hosts, error))
 
 
 def _stage(nodes: Nodes, model: Path, folder: Path, progress: Progress) -> _Staged:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,6 +30,17 @@ class Heard(NamedTuple):
 
     host: str
     what: Channel | FromPredictor | HostError
+
+
+def others_predict(hosts: Collection[str], lost: Mapping[str, HostError], new: Iterable[HostError]) -> None:
+    """Log that the other hosts do without those that have just been lost. Raises WorkerLost when no host is left."""
+    if len(lost) == len(hosts):
+        raise WorkerLost(
+            f"no host is left to predict: {'; '.join(map(str, lost.values()))}. Parts that are done are kept: run the "
+            "same command again, without such hosts in the hostfile"
+        )
+    for error in new:
+        _log.warning("%s. The other hosts predict its parts", error)
 
 
 class SharedParts:
@@ -105,9 +116,4 @@ class SharedParts:
         self._lost[host] = error
         self._channels.pop(host, None)
         self._held.pop(host)
-        if len(self._lost) == len(self._processes):
-            raise WorkerLost(
-                f"no host is left to predict: {'; '.join(map(str, self._lost.values()))}. Parts that are done are "
-                "kept: run the same command again, without such hosts in the hostfile"
-            )
-        _log.warning("%s. The other hosts predict its parts", error)
+        others_predict(self._processes, self._lost, [error])

@@ -11,7 +11,7 @@ from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.head.preflight.rendezvous import Rendezvous, choose_rendezvous, hostnames
 from infra.head.preflight.storage_checks import Storage
 from infra.node.inspection.facts import Software
-from t5train.errors import HostError, HostKeyMismatch, HostMisconfigured, PreflightError, ProtocolMismatch, RemoteFailed
+from t5train.errors import HostError, HostKeyMismatch, PreflightError, ProtocolMismatch, RemoteFailed
 from t5train.quantities import quantity
 
 REACHABLE, HOST_KEY, PROGRAM, LAUNCHER, ALL_REDUCE = "reachable", "host key", "program", "launcher", "all-reduce"
@@ -130,8 +130,8 @@ def _seen(replies: HostReplies, rendezvous: Rendezvous | None, port: int | None)
 def of_error(error: HostError) -> Finding:
     """Return the finding about a host that did not answer."""
     kinds = {HostKeyMismatch: HOST_KEY, RemoteFailed: PROGRAM, ProtocolMismatch: PROGRAM}
-    is_transient = bool(error.hosts) and error.retryable and not isinstance(error, HostMisconfigured)
-    return Finding(kinds.get(type(error), REACHABLE), str(error), hosts=error.hosts, is_transient=is_transient)
+    kind = kinds.get(type(error), REACHABLE)
+    return Finding(kind, str(error), hosts=error.hosts, is_transient=error.is_transient)
 
 
 def _on_each(replies: HostReplies, requirements: LaunchRequirements) -> Callable[[HostCheck], Iterator[str]]:

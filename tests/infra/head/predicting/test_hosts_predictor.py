@@ -15,13 +15,22 @@ from infra.head.predicting import hosts_predictor
 from infra.head.predicting.hosts_predictor import HostsPredictor, evaluating_hosts, predicting_hosts
 from infra.head.predicting.shared_parts import Heard, SharedParts
 from infra.node.stages.predictor import FoundDevice, FromPredictor, PartPredicted, RowsPredicted
-from t5train.errors import HostError, SpecError, WorkerLost
+from t5train.errors import (
+    HostError,
+    HostKeyMismatch,
+    HostMisconfigured,
+    HostTimeout,
+    HostUnreachable,
+    RemoteFailed,
+    SpecError,
+    WorkerLost,
+)
 from t5train.inference.predict.prediction_worker import part_name
 from t5train.progress import silent
 from t5train.spec import MachinesSpec
 from t5train.spec.recipes import recipe
 from tests.support.parts_of_hosts import GIVEN_UP, ROWS_OF_PART
-from tests.support.simulated_nodes import LocalHosts
+from tests.support.simulated_nodes import LocalHosts, Unsteady
 
 PARTS = 5
 Predict = Callable[[str], list[int]]
@@ -163,18 +172,49 @@ def test_a_host_that_is_silent_for_the_lease_is_given_up(
         list(workers("", jobs, int))
 
 
-def found(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> FoundDevice:
+CUDA, CPU = FoundDevice("cuda", 80), FoundDevice("cpu", 4)
+DOWN, UNKNOWN = HostUnreachable("c: no answer", ["c"]), HostKeyMismatch("c: its host key is unknown", ["c"])
+
+
+def found(monkeypatch: pytest.MonkeyPatch, *lacking: HostError, **answers: Any) -> tuple[tuple[str, ...], FoundDevice]:
+    """Return which hosts predict, and with what; to those named in ``lacking``, the code could not be sent."""
     monkeypatch.setattr(Nodes, "ask_each", lambda *_: answers)
-    return hosts_predictor._device_of(Nodes(Silent(), tuple(answers)), dict.fromkeys(answers, (0,)), None)
+    lost = {host: error for error in lacking for host in error.hosts}
+    slots = dict.fromkeys([*answers, *lost], (0,))
+    nodes, device = hosts_predictor._with_device(Nodes(Silent(), tuple(answers)), lost, slots, None)
+    return nodes.hosts, device
 
 
 def test_hosts_must_have_one_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, cpu = FoundDevice("cuda", 80), FoundDevice("cpu", 4)
-    assert found(monkeypatch, a=cuda, b=FoundDevice("cuda", 40)) == FoundDevice("cuda", 40)
+    assert found(monkeypatch, a=CUDA, b=FoundDevice("cuda", 40)) == (("a", "b"), FoundDevice("cuda", 40))
     with pytest.raises(SpecError, match=r"^a predicts on cuda, b predicts on cpu, but .*hostfile.*--device cpu\)$"):
-        found(monkeypatch, a=cuda, b=cpu)
-    with pytest.raises(HostError, match=r"^b: down$"):
-        found(monkeypatch, a=cuda, b=HostError("b: down"))
+        found(monkeypatch, a=CUDA, b=CPU)
+
+
+def test_a_host_that_is_down_at_the_start_is_left_out_but_not_one_that_would_never_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    timeout = HostTimeout("b: timed out", ["b"])
+    assert found(monkeypatch, DOWN, a=CPU, b=timeout) == (("a",), CPU)
+    assert caplog.messages == [f"{error}. The other hosts predict its parts" for error in (DOWN, timeout)]
+    with pytest.raises(WorkerLost, match=r"^no host is left to predict: c: no answer; b: timed out\. .*hostfile$"):
+        found(monkeypatch, DOWN, b=timeout)
+    with pytest.raises(HostKeyMismatch, match="its host key is unknown"):
+        found(monkeypatch, UNKNOWN, a=CPU)
+    with pytest.raises(HostMisconfigured, match="its name does not resolve"):
+        found(monkeypatch, DOWN, a=CPU, b=HostMisconfigured("b: its name does not resolve", ["b"]))
+    with pytest.raises(RemoteFailed, match="other packages"):
+        found(monkeypatch, a=CPU, b=RemoteFailed("b: other packages", ["b"]))
+
+
+def test_a_host_that_is_lost_before_it_has_the_model_does_not_keep_the_others_from_all_parts(
+    predict: Predict, local_hosts: LocalHosts, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(local_hosts, "command", Unsteady(LocalHosts(local_hosts.folder), "b").command)
+    assert sum(predict("write")) == PARTS * ROWS_OF_PART
+    assert parts(tmp_path / "out") == EXPECTED
+    (said,) = caplog.messages
+    assert said.startswith("b: the connection was lost")
 
 
 def test_the_hosts_of_an_evaluation_are_its_own_and_reached_as_those_that_train(
