@@ -11,7 +11,7 @@ from t5train.data.checks.hard_wraps import wrapping_warning
 from t5train.data.checks.listed_pairs import Listed, open_listed
 from t5train.data.checks.removal import write_without
 from t5train.data.checks.repetitions import Search, find_repetitions
-from t5train.data.checks.unchanged_files import FileStamp, content_of, digests_of, require_unchanged, stamps_of
+from t5train.data.checks.unchanged_files import content_of, digests_of, require_unchanged, stamps_of
 from t5train.data.checks.whole_reading import (
     TEXT_FINDINGS,
     ReadText,
@@ -35,7 +35,7 @@ from t5train.host_resources import num_cores, require_writable
 from t5train.progress import Progress, silent
 from t5train.quantities import quantity
 from t5train.records.changed_files import keep_changed_files
-from t5train.records.digests import FileDigest, digest_files
+from t5train.records.digests import FileDigest, FileStamp, digest_files
 from t5train.records.identity import fingerprint
 from t5train.records.locations import hub_dataset_name, redacted
 from t5train.records.stage_records import REMOVED, Corpus, reusable

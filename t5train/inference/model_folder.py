@@ -20,10 +20,16 @@ from t5train.errors import DigestMismatch, InputError, SpecError
 from t5train.files.run_folder import EXPORT
 from t5train.host_resources import num_cores
 from t5train.model.model_shape import cache_whole_decoder
-from t5train.model.starting_model import CONFIG, HuggingFaceFolder, require_family
+from t5train.model.starting_model import CONFIG, INDEX, WEIGHTS, HuggingFaceFolder, listed_files, require_family
 from t5train.records.changed_files import recorded_files
-from t5train.records.digests import FileDigest, SafetensorsDigest, digest_file, digest_safetensors, verify_file
-from t5train.records.stage_records import MANIFEST
+from t5train.records.digests import (
+    FileDigest,
+    FileStamp,
+    SafetensorsDigest,
+    digest_file,
+    digest_safetensors,
+    verify_file,
+)
 from t5train.release.certificate import CERTIFICATE
 from t5train.release.model_card import CARD_FILES, README, RecordedRun, recorded_run
 from t5train.spec import NUM_SENTINELS
@@ -31,6 +37,8 @@ from t5train.spec import NUM_SENTINELS
 PATH = "PATH"
 DType = Literal["float32", "bfloat16", "float16"]
 """torch's name of the type of the weights, and of what is computed."""
+Digests = Mapping[str, FileDigest | SafetensorsDigest]
+"""Of files of a model, by their names."""
 _log = logging.getLogger(__name__)
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 _TRAINED_TOKENS = 512  # T5's own input length, where a folder does not say otherwise
@@ -124,26 +132,30 @@ def _utf8_bytes(piece: str) -> int:
 class ModelFolder(NamedTuple):
     """A complete model. ``run`` is what its card states of its training; empty if this project did not train it.
 
-    ``recorded`` has the digests of all files if the folder has a manifest.
+    ``recorded`` has the digests that the files must have; empty if nothing is known of them. ``stamps`` are those of
+    the files when they were checked.
     """
 
     path: Path
     config: dict[str, Any]
     run: RecordedRun
-    recorded: Mapping[str, FileDigest | SafetensorsDigest] = {}
+    recorded: Digests
+    stamps: Mapping[str, FileStamp]
 
     @classmethod
-    def open(cls, path: Path) -> Self:
+    def open(cls, path: Path, recorded: Digests | None = None) -> Self:
         """Check that a folder holds a T5 with its vocabulary, without loading the weights.
 
-        If there is a manifest, the sizes of all files and the digests of all but the weights must be as recorded.
-        ``load`` verifies the weights. Of the model card and its picture, a difference is only logged.
+        The sizes of all files and the digests of all but the weights must be as ``recorded`` or, if that is left out,
+        as in the manifest, if there is one. ``load`` verifies the weights. Of the model card and its picture, a
+        difference is only logged.
 
         Raises InputError if the folder is missing, incomplete or damaged, or if its weights are pickled; DigestMismatch
         or RecordError if it is not as recorded; and SpecError if the model is not a T5.
         """
         if not (path / CONFIG).is_file() and (path / EXPORT / CONFIG).is_file():
             raise InputError(f"{PATH} is {path}, the folder of a run. Set {PATH} to its model: {path / EXPORT}")
+        stamps = _stamps(path) if path.is_dir() else {}
         folder = HuggingFaceFolder.open(path, PATH)
         require_family(folder.config, path / CONFIG, PATH)
         if not any((path / name).is_file() for name in (SPIECE, TOKENIZER_JSON)):
@@ -151,7 +163,7 @@ class ModelFolder(NamedTuple):
                 f"{path} has neither {SPIECE} nor {TOKENIZER_JSON}. Copy the vocabulary that the model was published "
                 "with into that folder"
             )
-        recorded = recorded_files(path) or {}
+        recorded = recorded_files(path) or {} if recorded is None else recorded
         _require_recorded(path, recorded)
         run = _recorded(path / README)
         if not run.settings and (path / CERTIFICATE).is_file():
@@ -161,11 +173,12 @@ class ModelFolder(NamedTuple):
                 path / README,
                 _TRAINED_TOKENS,
             )
-        return cls(path, folder.config, run, recorded)
+        return cls(path, folder.config, run, recorded, stamps)
 
-    def digests(self) -> dict[str, FileDigest | SafetensorsDigest]:
-        """Return the digests of all files that transformers reads: the recorded ones, or else computed."""
-        return {name: self.recorded.get(name) or _digest(self.path / name) for name in names_read(self.path)}
+    def digested(self) -> Self:
+        """Return a copy that has recorded the digests of all files that transformers reads, those of weights, too."""
+        names = names_read(self.path)
+        return self._replace(recorded={name: self.recorded.get(name) or _digest(self.path / name) for name in names})
 
     @property
     def trained_tokens(self) -> int:
@@ -196,7 +209,8 @@ class ModelFolder(NamedTuple):
     def load(self, device: str, dtype: DType = "float32") -> Any:
         """Return the model on a device, ready for inference.
 
-        Raises InputError if its weights do not fit, and DigestMismatch if they are not as recorded.
+        Raises InputError if its weights do not fit, and DigestMismatch if they are not as recorded, or if a file was
+        changed since the folder was opened.
         """
         from transformers import AutoModelForSeq2SeqLM
 
@@ -210,8 +224,17 @@ class ModelFolder(NamedTuple):
                 f"{self.path} is not a complete model: {kind.replace('_', ' ')} {', '.join(names[:3])}. Copy the "
                 "model again from where you got it"
             )
+        self._require_unchanged()
         cache_whole_decoder(model.config)
         return model.eval().to(device)
+
+    def _require_unchanged(self) -> None:
+        now = _stamps(self.path)
+        if changed := sorted(name for name in {*now, *self.stamps} if now.get(name) != self.stamps.get(name)):
+            raise DigestMismatch(
+                f"{self.path / changed[0]} was changed while the model was loaded, so parts of two models may have "
+                "been read. Start again when the folder is complete"
+            )
 
     @contextmanager
     def _verifying_weights(self) -> Iterator[None]:
@@ -237,11 +260,21 @@ class ModelFolder(NamedTuple):
 
 
 def names_read(folder: Path) -> list[str]:
-    """Return the names of the files in a folder that transformers reads because they are there."""
-    return sorted(each.name for each in folder.iterdir() if _READ.fullmatch(each.name) and each.is_file())
+    """Return the names of the files in a folder that transformers reads because they are there.
+
+    Raises InputError if the index of the weights is damaged.
+    """
+    found = {each.name for each in folder.iterdir() if _READ.fullmatch(each.name) and each.is_file()}
+    if INDEX in found and WEIGHTS not in found:
+        found |= {name for name, file in listed_files(folder, PATH).items() if file.is_file()}
+    return sorted(found)
 
 
-def _require_recorded(folder: Path, recorded: Mapping[str, FileDigest | SafetensorsDigest]) -> None:
+def _stamps(folder: Path) -> dict[str, FileStamp]:
+    return {name: FileStamp.of(folder / name) for name in names_read(folder)}
+
+
+def _require_recorded(folder: Path, recorded: Digests) -> None:
     """Raise DigestMismatch, naming the file, if one is missing, changed, or was added where transformers may read it.
 
     Of weights, only the size is compared. Model cards are edited where models are shared, so a difference is logged.
@@ -256,8 +289,8 @@ def _require_recorded(folder: Path, recorded: Mapping[str, FileDigest | Safetens
             verify_file(path, digest)
     if added := sorted({*names_read(folder)} - {*recorded}):
         raise DigestMismatch(
-            f"{folder / added[0]} is not among the files in {folder / MANIFEST}: it was added later, and transformers "
-            "reads it, so it can change what the model computes. Remove it"
+            f"{folder / added[0]} was added after the digests of this model were recorded, and transformers reads it, "
+            "so it can change what the model computes. Remove it"
         )
 
 

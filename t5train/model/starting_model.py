@@ -22,7 +22,7 @@ from t5train.model.parameters import parameter_shapes
 from t5train.model.tensor_files import FLOATING, StoredTensor, StoredTensors, list_tensors
 from t5train.progress import Progress, silent
 from t5train.records.changed_files import recorded_files, require_as_recorded
-from t5train.records.digests import FileDigest, digest_file
+from t5train.records.digests import FileDigest, FileStamp, digest_file
 from t5train.records.identity import differences, fingerprint
 from t5train.records.locations import local_folder
 from t5train.records.stage_records import MANIFEST
@@ -282,9 +282,9 @@ def start_fingerprint(model: ModelSpec, progress: Progress = silent) -> str | No
     folder = HuggingFaceFolder.open(path)
     total, done, digests = sum(file.stat().st_size for file in folder.files), 0, {}
     for file in folder.files:
-        status = file.stat()
-        digests[file.name] = _sha256(file, status.st_size, status.st_mtime_ns, status.st_ino)
-        done += status.st_size
+        stamp = FileStamp.of(file)
+        digests[file.name] = _sha256(file, stamp)
+        done += stamp.size
         progress("bytes of the weights to continue from verified", done, total)
     _require_as_recorded(path, digests)
     require_as_recorded(path, [CONFIG])
@@ -346,7 +346,7 @@ def _folder(model: ModelSpec) -> Path | None:
 
 
 @lru_cache
-def _sha256(file: Path, _size: int, _mtime_ns: int, _inode: int) -> str:
+def _sha256(file: Path, _: FileStamp) -> str:
     return digest_file(file).sha256
 
 

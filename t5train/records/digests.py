@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -116,6 +116,21 @@ class FileDigest(BaseModel):
 
     def __str__(self) -> str:
         return f"sha256 {self.sha256}"
+
+
+class FileStamp(NamedTuple):
+    """What changes when a file is written or replaced."""
+
+    size: int
+    modified_ns: int
+    changed_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Return the present stamp of a file. Raises OSError if it cannot be looked at."""
+        status = path.stat()
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 def verify_file(path: Path, expected: FileDigest | SafetensorsDigest) -> None:

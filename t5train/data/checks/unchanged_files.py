@@ -3,8 +3,9 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from t5train.data.download.kept_downloads import whole_digest
 from t5train.data.passages import SourceFile
@@ -13,27 +14,15 @@ from t5train.files.atomic import write_json
 from t5train.files.os_errors import explain
 from t5train.host_resources import num_cores
 from t5train.progress import Progress
-from t5train.records.digests import FileDigest, digest_file, verify_file
-
-
-class FileStamp(NamedTuple):
-    """What changes when a file is written or replaced."""
-
-    size: int
-    modified_ns: int
-    changed_ns: int
-    inode: int
+from t5train.records.digests import FileDigest, FileStamp, digest_file, verify_file
 
 
 def stamps_of(sources: Iterable[SourceFile]) -> dict[Path, FileStamp]:
     """Return the stamps of files, by path. A file that cannot be looked at has none: reading it says why."""
     found = dict[Path, FileStamp]()
     for source in sources:
-        try:
-            status = source.path.stat()
-        except OSError:
-            continue
-        found[source.path] = FileStamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+        with suppress(OSError):
+            found[source.path] = FileStamp.of(source.path)
     return found
 
 

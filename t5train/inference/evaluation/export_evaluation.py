@@ -5,11 +5,11 @@ was killed continues.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import orjson
 
@@ -25,6 +25,7 @@ from t5train.inference.predict.devices import Machines, OtherMachines
 from t5train.inference.predict.prediction import VERSION, PredictJob, predict
 from t5train.inference.predict.predictions import Predicted, Prediction, read_predictions
 from t5train.inference.text.decoding import GenerationSpec
+from t5train.model.starting_model import start_fingerprint
 from t5train.progress import Progress, silent
 from t5train.records.digests import digest_file
 from t5train.records.evaluation_metrics import (
@@ -46,6 +47,8 @@ from t5train.spec.evaluate_spec import PREDICTION
 
 _SAMPLE = "sample.jsonl"
 _FILES = {PREDICTED: "predictions.jsonl", PREDICTED_BY_START: "start_predictions.jsonl"}
+P = ParamSpec("P")
+Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 
 
@@ -95,12 +98,13 @@ def evaluate_export(
         "versions": installed_versions(("torch", "transformers")),
     }
     witness = Witness.load(run / WITNESS_FOLDER)
-    made = _evaluated(export, pairs, spec, run / PREDICTIONS / fingerprint(identity)[:12], progress, machines)
+    folder = run / PREDICTIONS / fingerprint(identity)[:12]
+    made = _evaluated(export, pairs, spec, witness, folder, progress, machines)
     return with_evaluation(export, made, witness)
 
 
 def _evaluated(
-    export: Export, pairs: Pairs, spec: RunSpec, folder: Path, progress: Progress, machines: Machines
+    export: Export, pairs: Pairs, spec: RunSpec, witness: Witness, folder: Path, progress: Progress, machines: Machines
 ) -> dict[str, Path]:
     """Predict and measure in a folder, and return the files for the export by their names in it."""
     sample = list(sampled_pairs(pairs, spec.evaluate.max_pairs))
@@ -108,7 +112,7 @@ def _evaluated(
     with replacing(folder / _SAMPLE) as file:
         file.writelines(orjson.dumps(row.pair._asdict()) + b"\n" for row in sample)
     with machines() as found:
-        predicted, rows = _predicted(export, spec, sample, folder, found, progress)
+        predicted, rows = _predicted(export, spec, sample, folder, found, witness.inputs.get("start_from"), progress)
     made = {name: folder / _FILES[name] for name in rows}
     for name, path in made.items():
         with replacing(path) as file:
@@ -126,9 +130,13 @@ def _predicted(
     sample: Sequence[SampledPair],
     folder: Path,
     machines: OtherMachines | None,
+    started_from: str | None,
     progress: Progress,
 ) -> tuple[Predicted, dict[str, list[Prediction]]]:
-    """Predict the sample with the export and the start model, and return the rows by their names in the export."""
+    """Predict the sample with the export and the start model, and return the rows by their names in the export.
+
+    ``started_from`` is the fingerprint of the start model when training began.
+    """
     device = "cpu" if spec.cluster.accelerator == "cpu" else None
     kind = machines.device if machines else chosen_device(device)  # it may be another than before an interruption
     job = PredictJob(
@@ -142,20 +150,25 @@ def _predicted(
         root=spec.storage.root,
         machines=partial(nullcontext, machines),
     )
-    predicted = _predict(job, progress)
+    predicted = _advised(predict, job, progress)
     rows = {PREDICTED: _rows(job.out, sample)}
-    if spec.model.start_from is not None and not Path(spec.model.start_from).is_dir():
-        _log.warning("%s, which training started from, is gone: it is not measured", spec.model.start_from)
-    elif spec.model.start_from is not None:
-        of_start = job._replace(model=Path(spec.model.start_from), out=folder / f"start-{kind}")
-        _predict(of_start, progress)
+    if (start := spec.model.start_from) is None:
+        return predicted, rows
+    if not Path(start).is_dir():
+        _log.warning("%s, which training started from, is gone: it is not measured", start)
+    elif _advised(start_fingerprint, spec.model, progress) != started_from:
+        _log.warning("%s is not the model any more that training started from: it is not measured", start)
+    else:
+        of_start = job._replace(model=Path(start), out=folder / f"start-{kind}")
+        _advised(predict, of_start, progress)
         rows[PREDICTED_BY_START] = _rows(of_start.out, sample)
     return predicted, rows
 
 
-def _predict(job: PredictJob, progress: Progress) -> Predicted:
+def _advised(function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+    """Call a function. An InputError that it raises says how to do without predictions."""
     try:
-        return predict(job, progress)
+        return function(*args, **kwargs)
     except InputError as error:
         raise InputError(f"{error}. To publish without predictions, set evaluate.max_pairs=0") from error
 

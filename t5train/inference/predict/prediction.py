@@ -29,6 +29,7 @@ from t5train.inference.predict.batch_plan import BatchLimits, BatchPlan, batch_p
 from t5train.inference.predict.batch_size import BATCHES, BatchSize
 from t5train.inference.predict.devices import Machines, OtherMachines, device_bytes, devices_of
 from t5train.inference.predict.prediction_worker import (
+    DIGESTS,
     OFFSETS,
     ORDER,
     PARTS,
@@ -119,7 +120,7 @@ class _Prepared(NamedTuple):
         kept = {"num_beams", *(_OF_SAMPLING if decoding.sample else ())}
         kept |= {"length_penalty"} if decoding.num_beams > 1 else set()
         return {
-            "model": {name: str(digest) for name, digest in self.folder.digests().items()},
+            "model": {name: str(digest) for name, digest in self.folder.recorded.items()},
             "inputs": [each.identity([digests[file].sha256 for file in each.files]) for each in self.inputs],
             "decoding": {name: value for name, value in decoding._asdict().items() if name in kept},
             "max_new_tokens": decoding.max_new_tokens,
@@ -180,6 +181,7 @@ def predict(job: PredictJob, progress: Progress = silent, *, workers: Workers | 
 def _found_or_predicted(prepared: _Prepared, progress: Progress, workers: Workers | None) -> Predicted:
     job, files = prepared.job, prepared.files()
     stamps, digests = stamps_of(files), digests_of(files, progress)
+    prepared = prepared._replace(folder=prepared.folder.digested())
     identity = prepared.identity(digests)
     key = fingerprint({"kind": "predictions", "version": VERSION, **identity})
     with making(job.out, key):
@@ -308,6 +310,7 @@ def _predict_parts(prepared: _Prepared, plan: BatchPlan, limit: int, progress: P
     missing = [part for part in range(plan.num_parts) if not (out / part_name(part)).exists()]
     common = {
         "model": str(prepared.job.model.absolute()),
+        "digests": DIGESTS.dump_json(dict(prepared.folder.recorded)).decode(),
         "folder": str(out.absolute()),
         "spec": prepared.job.decoding._replace(max_new_tokens=limit)._asdict(),
         "less_memory": prepared.job.less_memory,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import orjson
+from pydantic import TypeAdapter
 
 from t5train.data.worker_processes import Advance, Json
 from t5train.errors import InputError
@@ -14,11 +15,14 @@ from t5train.inference.model_folder import DType, ModelFolder
 from t5train.inference.predict.batch_plan import BatchPlan
 from t5train.inference.predict.source_rows import SourceRow
 from t5train.inference.text.decoding import Decoder, GenerationSpec, Hypothesis
+from t5train.records.digests import FileDigest, SafetensorsDigest
 
 ROWS, OFFSETS, ORDER, STARTS = "rows.jsonl", "offsets.npy", "order.npy", "starts.npy"
 """In the folder of predictions until it is complete: all rows, where each begins, and the two arrays of the plan."""
 PARTS = "part-*.jsonl"
 """Matches the names of parts."""
+DIGESTS = TypeAdapter(dict[str, FileDigest | SafetensorsDigest])
+"""Writes the digests of a model into a job, and reads them."""
 
 
 def part_name(part: int) -> str:
@@ -46,7 +50,7 @@ def predict_parts(job: Json, advance: Advance) -> Json:
     folder, spec = Path(job["folder"]), GenerationSpec(**job["spec"])
     plan = BatchPlan(np.load(folder / ORDER, mmap_mode="r"), np.load(folder / STARTS))
     offsets = np.load(folder / OFFSETS, mmap_mode="r")
-    decoder = _decoder(job["model"], job["device"], job["dtype"])
+    decoder = _decoder(job["model"], job["digests"], job["device"], job["dtype"])
     for part in job["parts"]:
         with replacing(folder / part_name(part)) as written:
             for batch in plan.batches_of(part):
@@ -64,9 +68,9 @@ def predict_parts(job: Json, advance: Advance) -> Json:
 
 
 @lru_cache(maxsize=1)
-def _decoder(model: str, device: str, dtype: DType) -> Decoder:
-    """Load a model once for all jobs of this process."""
-    return Decoder(ModelFolder.open(Path(model)), device, dtype)
+def _decoder(model: str, digests: str, device: str, dtype: DType) -> Decoder:
+    """Load a model once for all jobs of this process: the one with these digests, which may be changed meanwhile."""
+    return Decoder(ModelFolder.open(Path(model), DIGESTS.validate_json(digests)), device, dtype)
 
 
 def _rows(file: Path, offsets: np.ndarray) -> Iterator[SourceRow]:

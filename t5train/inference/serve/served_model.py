@@ -21,9 +21,9 @@ class ServedModel:
     def __init__(self, folder: ModelFolder, device: str, limits: Limits) -> None:
         """Load the model. Raises InputError if it is incomplete, and DigestMismatch if it is not as recorded."""
         self._folder, self._limits = folder, limits
-        self._device, self._decoder = device, Decoder(folder, device)
         # Padding changes the state of a tokenizer, which fails while another thread uses it.
         self._counting, self._lock = folder.load_tokenizer(), Lock()
+        self._device, self._decoder = device, Decoder(folder, device)  # last: it finds what was changed meanwhile
         self.tasks: Sequence[str] = list(folder.run.tasks)
 
     def asked(self, question: Question) -> list[Asked]:

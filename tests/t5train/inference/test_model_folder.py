@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from t5train.errors import InputError, SpecError, T5TrainError
+from t5train.errors import DigestMismatch, InputError, SpecError, T5TrainError
 from t5train.inference.model_folder import ModelFolder, chosen_device
 from t5train.inference.text.evaluation import evaluate
 from t5train.inference.text.generation import generate
+from tests.support.changed_weights import change_weights
 
 MakeModel = Callable[..., Path]
 
@@ -122,7 +123,7 @@ def _nest(_: bytes) -> bytes:
         (_flip("generation_config.json"), r"generation_config\.json has sha256 \w{64}, but sha256"),
         (_flip("model.safetensors"), r"model\.safetensors has sha256 \w{64}, but sha256"),
         (_without("special_tokens_map.json"), r"special_tokens_map\.json is missing"),
-        (_add("adapter_config.json"), r"adapter_config\.json is not among the files in .*manifest\.json: it was added"),
+        (_add("adapter_config.json"), r"adapter_config\.json was added after the digests .* were recorded"),
         (_rewrite("manifest.json", lambda content: content[:300]), r"manifest\.json is damaged, or not a manifest"),
         (_flip("manifest.json"), r"manifest\.json "),
         (_rewrite("manifest.json", _nest), r"manifest\.json is damaged"),
@@ -167,6 +168,31 @@ def test_a_folder_with_a_manifest_of_another_program_is_used(
     (folder / "manifest.json").write_text('{"name": "a web application"}')
     ModelFolder.open(folder).load("cpu")
     assert "is not of this project, so the files in" in caplog.text
+
+
+def test_files_of_two_models_are_not_mixed(make_published: MakeModel) -> None:
+    folder = make_published()
+    opened = ModelFolder.open(folder)
+    opened.load("cpu")
+    changed = change_weights(folder)
+    with pytest.raises(DigestMismatch, match=rf"{changed} was changed while the model was loaded"):
+        opened.load("cpu")
+    opened = ModelFolder.open(folder)
+    _add("generation_config.json")(folder)
+    with pytest.raises(DigestMismatch, match=r"generation_config\.json was changed while the model was loaded"):
+        opened.load("cpu")
+
+
+def test_the_digests_of_a_model_are_those_of_all_its_weights(make_published: MakeModel) -> None:
+    folder = make_published()
+    weights = {each.name for each in folder.glob("*.safetensors")}
+    assert len(weights) > 1
+    digested = ModelFolder.open(folder).digested()
+    assert digested.recorded.keys() >= weights | {"config.json", "spiece.model"}
+    digested.load("cpu")
+    changed = change_weights(folder)
+    with pytest.raises(DigestMismatch, match=rf"{changed} has sha256 of pieces \w{{64}}, but"):
+        ModelFolder.open(folder, digested.recorded).load("cpu")
 
 
 def test_a_vocabulary_with_more_ids_than_the_model_is_refused(make_model: MakeModel) -> None:

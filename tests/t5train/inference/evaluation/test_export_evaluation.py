@@ -29,6 +29,7 @@ from t5train.records.stage_records import Export, TokenizerFiles, Weights
 from t5train.release.export import export
 from t5train.release.model_card import read_front_matter
 from t5train.spec.recipes import recipe
+from tests.support.changed_weights import change_weights
 from tests.support.evaluated_exports import Evaluable, evaluable, predict_here
 
 PREDICTIONS, METRICS = "evaluation/predictions.jsonl", "evaluation/metrics.json"
@@ -193,6 +194,11 @@ def test_the_start_model_predicts_the_same_pairs(tmp_path: Path, caplog: pytest.
     assert [(row.id, row.source) for row in by_start] == [(row.id, row.source) for row in predicted]
     assert all("start" in group["systems"] for group in metrics_of(made)["groups"])
     assert "the model that training started from" in (made.path / "README.md").read_text()
+    start = shutil.move(tmp_path / "start", tmp_path / "moved")
+    shutil.copytree(start, tmp_path / "start")
+    change_weights(tmp_path / "start")
+    assert "evaluation/start_predictions.jsonl" not in found.evaluate(max_new_tokens=3).files
+    assert f"{tmp_path / 'start'} is not the model any more that training started from" in caplog.text
     shutil.rmtree(tmp_path / "start")
     assert "evaluation/start_predictions.jsonl" not in found.evaluate(max_new_tokens=4).files
     assert f"{tmp_path / 'start'}, which training started from, is gone: it is not measured" in caplog.text

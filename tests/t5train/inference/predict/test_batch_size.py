@@ -23,7 +23,7 @@ def _size(
     """Return the size of batches of a T5 v1.0 on a GPU with so many GiB, unless a device is named."""
     shape = resolve(ModelSpec.model_validate({"preset": preset, "version": "v1.0"}), 32100)
     monkeypatch.setattr(batch_size, "_num_parameters", lambda _: count_parameters(shape))
-    folder = ModelFolder(Path("model"), huggingface_config(shape, 0, 1), run=None)  # not read
+    folder = ModelFolder(Path("model"), huggingface_config(shape, 0, 1), run=None, recorded={}, stamps={})  # not read
     given = {"device": "cuda", "dtype": "float32", "num_beams": num_beams, **of}
     memory_bytes = device_bytes("cpu") if given["device"] == "cpu" else int(memory * GIB)
     return BatchSize(folder, **given, device_bytes=memory_bytes)

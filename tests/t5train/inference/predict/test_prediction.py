@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -14,15 +15,16 @@ import pytest
 import torch
 
 from t5train.data.worker_processes import Advance, Json
-from t5train.errors import InputError, SpecError, StorageError
+from t5train.errors import DigestMismatch, InputError, SpecError, StorageError
 from t5train.inference.model_folder import ModelFolder
-from t5train.inference.predict import devices
+from t5train.inference.predict import devices, prediction_worker
 from t5train.inference.predict.devices import OtherMachines, device_bytes
 from t5train.inference.predict.prediction import PredictJob, predict
 from t5train.inference.predict.prediction_worker import predict_parts
 from t5train.inference.predict.predictions import PREDICTION, PREDICTIONS, read_predictions
 from t5train.inference.text.decoding import Decoder, GenerationSpec
 from t5train.records.witness import LONGEST_TRAIN_TARGET
+from tests.support.changed_weights import change_weights
 
 SOURCES = [" ".join(text.split()[: 1 + number % 9]) for number, text in enumerate(list(topics.values())[:40])]
 SHORT = GenerationSpec(max_new_tokens=6)
@@ -223,6 +225,21 @@ def test_memory_that_is_too_small_names_the_setting(run: Run, monkeypatch: pytes
         run()
     with pytest.raises(InputError, match=r"too little memory for row \d+ alone, whose source has \d+ characters"):
         run("alone", batch_tokens=1)
+
+
+def test_a_model_that_was_changed_after_its_digests_were_taken_is_not_used(
+    run: Run, model: Path, tmp_path: Path
+) -> None:
+    changing = shutil.copytree(model, tmp_path / "changing")
+
+    def later(function: str, jobs: Sequence[Json], advance: Advance) -> Iterator[Json]:
+        change_weights(changing)
+        prediction_worker._decoder.cache_clear()  # another process would have loaded nothing before
+        return Here()(function, jobs, advance)
+
+    with pytest.raises(DigestMismatch, match=r"model\.safetensors has sha256 of pieces \w{64}, but .* was recorded"):
+        run(model=changing, workers=later)
+    assert not list((tmp_path / "out").glob("part-*"))
 
 
 def test_files_without_rows_are_refused(run: Run, tmp_path: Path) -> None:
