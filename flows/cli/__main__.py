@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from flows.cli.command_help import Group
+from flows.cli.early_interruption import INTERRUPTED
 from flows.cli.terminal import complain, say
 from t5train.errors import SpecError, StorageError, T5TrainError, printable
 from t5train.files.os_errors import explain
@@ -58,7 +59,6 @@ _PLAIN = {
     "a valid integer, unable to parse string as an integer": "a whole number",
 }
 """What pydantic says, and what it means."""
-_INTERRUPTED = 128 + signal.SIGINT
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 """What typer raises for words that it cannot parse; typer itself exports only this one subclass."""
 
@@ -82,7 +82,7 @@ def main() -> NoReturn:
     except BaseExceptionGroup as group:
         if group.subgroup(KeyboardInterrupt) is None:
             raise _exit_of_bug(group) from group
-        code = _INTERRUPTED  # Ctrl-C while Prefect's client was waiting, which wraps the interrupt
+        code = INTERRUPTED  # Ctrl-C while Prefect's client was waiting, which wraps the interrupt
     except BrokenPipeError:
         # The reader of our output has gone; without this, Python reports another error when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -92,7 +92,7 @@ def main() -> NoReturn:
         sys.exit(StorageError.exit_code)
     except Exception as error:
         raise _exit_of_bug(error) from error
-    if code == _INTERRUPTED:  # typer returns it for Ctrl-C
+    if code == INTERRUPTED:  # typer returns it for Ctrl-C
         complain("interrupted")
     sys.exit(code or 0)
 

@@ -1,12 +1,16 @@
-"""Ctrl-C while modules are imported, which takes seconds: nothing has begun, so the process ends at once."""
+"""Ctrl-C before a command has begun, while modules are imported, and after it has ended: the process ends at once.
+
+Python itself would take seconds to free what torch has loaded.
+"""
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-_INTERRUPTED = 128 + signal.SIGINT
+INTERRUPTED = 128 + signal.SIGINT
 
 
 @contextmanager
@@ -22,4 +26,20 @@ def ending_at_once() -> Iterator[None]:
 
 def _end(*_: object) -> NoReturn:
     os.write(2, b"interrupted\n")
-    os._exit(_INTERRUPTED)
+    os._exit(INTERRUPTED)
+
+
+@contextmanager
+def ending_when_interrupted() -> Iterator[None]:
+    """Let the process end as soon as the command in the block was interrupted, and has cleaned up.
+
+    Not with Prefect, which sends its log when Python ends.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:  # another one, while the first was handled
+        _end()
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED and "prefect" not in sys.modules:
+            os._exit(INTERRUPTED)
+        raise

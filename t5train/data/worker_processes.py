@@ -133,15 +133,20 @@ def _share(
 def _start(function: str, umask: int) -> _Worker:
     command = [sys.executable, "-P", "-m", "t5train.data.worker_processes", function]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        env=environment,
-        umask=umask,
-    )
+    # Ctrl-C in a terminal reaches workers too, but this process decides when they end. They inherit the mask.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            env=environment,
+            umask=umask,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _listen(worker: _Worker, events: "SimpleQueue[tuple[_Worker, Json | None]]") -> None:
@@ -216,8 +221,6 @@ def _work(function: str) -> None:
 
 
 if __name__ == "__main__":
-    # Ctrl-C in a terminal reaches workers too, but the process that started them decides when they end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # a worker's input is a pipe of text
     threading.Thread(target=end_with_parent, args=[sys.stdin.fileno()], name="end-with-parent", daemon=True).start()
     _work(sys.argv[1])

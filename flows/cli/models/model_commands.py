@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flows.cli.interruption import interrupt_on_stop
 from flows.cli.options import JsonOption, RootOption
 from flows.cli.stage_commands import require_finished
 from flows.cli.terminal import complain, say, stage_display
@@ -121,6 +122,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 - one for each option
     $ t5-pretrain evaluate MODEL --corpus pydocs --max-sequences 1000
     $ t5-pretrain evaluate MODEL --corpus '/data/*.txt' --split test --json
     """
+    interrupt_on_stop()  # so that no text stays in a temporary folder
     require_finished(os.fspath(path.absolute()))
     from t5train.inference.text.evaluation import EvaluationSpec
     from t5train.inference.text.evaluation import evaluate as evaluate_text

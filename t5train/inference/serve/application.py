@@ -144,6 +144,8 @@ async def _first(request: "Request", answers: "Sequence[Future[Generated]]", lim
         if gone.done():
             raise HTTPException(400, "the client has gone")
         raise HTTPException(503, f"no answer within {seconds:g} seconds: send fewer or shorter texts", _RETRY)
+    except asyncio.CancelledError:  # a second Ctrl-C: uvicorn would log a traceback
+        raise HTTPException(503, "the server was ended", _RETRY) from None
     finally:
         gone.cancel()
         gathered.cancel()

@@ -126,6 +126,23 @@ def test_an_interrupted_copy_names_the_command_that_continues_it(
     assert capsys.readouterr().err.endswith(f"to continue: {continued}\ninterrupted\n")
 
 
+@pytest.mark.parametrize(("imported", "at_the_end"), [("sys", ""), ("prefect", "at the end\n")])
+def test_an_interrupted_command_ends_before_python_does_unless_prefect_sends_its_log_then(
+    imported: str, at_the_end: str
+) -> None:
+    program = (
+        "import atexit, sys; from flows.cli import __main__, main, run_command\n"
+        f"sys.modules.setdefault({imported!r}, sys)\n"
+        "def interrupted(_):\n"
+        "    raise KeyboardInterrupt\n"
+        "run_command.show_rows = interrupted\n"
+        "atexit.register(print, 'at the end')\n"
+        "main()"
+    )
+    result = subprocess.run([sys.executable, "-c", program, "recipes"], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, at_the_end, "interrupted\n")
+
+
 def test_an_interruption_while_the_commands_are_imported_ends_the_process_without_a_traceback() -> None:
     program = (
         "import os, signal, sys; from flows.cli import main\n"

@@ -149,3 +149,10 @@ def test_a_lasting_process_that_is_killed_keeps_no_thread_waiting(tmp_path: Path
         await_that(begun.exists)
         process.kill()
         assert isinstance(waiting.exception(), WorkerLost)
+
+
+def test_ctrl_c_in_a_terminal_ends_no_worker_not_even_one_that_has_just_been_started() -> None:
+    with closing(LastingProcess("test_worker_processes:double")) as process:
+        process._worker.send_signal(signal.SIGINT)
+        assert process.do({"number": 3}, lambda _: None)["twice"] == 6
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -222,6 +222,18 @@ def test_at_sigterm_what_was_taken_is_answered_and_nothing_else_is_taken(tmp_pat
         assert server.process.wait(600) == -signal.SIGTERM
 
 
+@pytest.mark.slow
+def test_a_second_ctrl_c_refuses_what_was_taken_in_one_line_and_ends_the_server(tmp_path: Path) -> None:
+    with stub_server(tmp_path) as server, ThreadPoolExecutor() as pool:
+        running = asks(pool, server, server.hold("never"))
+        await_that(server.decoded)
+        server.process.send_signal(signal.SIGINT)
+        await_that(lambda: _refuses(server))
+        server.process.send_signal(signal.SIGINT)
+        assert refused(running.result(), 503) == "the server was ended"
+        server.process.wait(600)
+
+
 def _refuses(server: StubServer) -> bool:
     try:
         httpx.get(f"{server.url}/health", timeout=600)
