@@ -11,8 +11,9 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import typer
 
 from flows.spec_from_recipe import resolve
-from t5train.errors import InputError, SpecError
-from t5train.files.atomic import replacing
+from t5train.errors import InputError, SpecError, StorageError
+from t5train.files.atomic import replacing, try_writing
+from t5train.files.os_errors import reason
 from t5train.files.presence import is_folder, visible_in
 from t5train.files.run_folder import RUNS
 from t5train.records.locations import at_home
@@ -203,6 +204,12 @@ def require_writable_names(out: Path | None = None, plot: Path | None = None, re
             raise SpecError(f"{option} is {path}, but its name must end in {suffix}. Give such a name")
         if not path.absolute().parent.is_dir():
             raise InputError(f"{option} is {path}, but the folder {path.absolute().parent} does not exist. Create it")
+        if path.is_dir():
+            raise InputError(f"{option} is {path}, which is a folder. Give the name of a file")
+        try:
+            try_writing(path.absolute().parent)
+        except OSError as error:
+            raise StorageError(f"{option} is {path}, which cannot be written: {reason(error, path)}") from error
 
 
 def write_plot(plot: Path | None, draw: Callable[[], bytes]) -> None:

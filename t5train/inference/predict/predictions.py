@@ -70,12 +70,12 @@ class Predicted(BaseModel):
 
 
 def read_predictions(path: Path) -> Iterator[Prediction]:
-    """Yield the predictions of a file, or of a folder that has one, in its order.
+    """Yield the predictions of a file or a pipe, or of a folder that has a file, in its order.
 
-    Raises InputError, naming the line, if one is not a prediction; and if there is no such file.
+    Raises InputError, naming the line, if one is not a prediction; and if there is no such file, or none in it.
     """
-    file = path / PREDICTIONS if path.is_dir() else path
-    if not file.is_file():
+    file, number = path / PREDICTIONS if path.is_dir() else path, 0
+    if not (file.is_file() or file.is_fifo()):
         raise InputError(
             f"{file} is not a file of predictions. Name one, the folder that `predict` wrote, or `evaluation` "
             "in a model that was fine-tuned"
@@ -83,6 +83,8 @@ def read_predictions(path: Path) -> Iterator[Prediction]:
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             yield _parsed(file, number, line)
+    if not number:
+        raise InputError(f"{file} is empty. Predict again, or name another file")
 
 
 def _parsed(file: Path, number: int, line: bytes) -> Prediction:

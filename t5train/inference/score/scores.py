@@ -177,8 +177,6 @@ def compare(
 
 def _with_references(predictions: Iterable[Prediction]) -> list[Prediction]:
     rows = list(predictions)
-    if not rows:
-        raise InputError("there are no predictions to score. Predict some first")
     of_id = dict[str, int]()
     for number, row in enumerate(rows, start=1):
         if (first := of_id.setdefault(row.id, number)) != number:

@@ -66,12 +66,16 @@ def test_two_files_are_compared(printed: Callable[..., str], files: tuple[str, s
     [
         (("nowhere",), 4, "nowhere is not a file of predictions"),
         (("other.jsonl", "--report", "scores.txt"), 2, "--report is scores.txt, but its name must end in .md"),
+        (("other.jsonl", "--report", "folder.md"), 4, "--report is folder.md, which is a folder. Give the name of a"),
+        (("other.jsonl", "--report", "/proc/scores.md"), 5, "--report is /proc/scores.md, which cannot be written: No"),
         (("other.jsonl", "predicted", "--resamples", "0"), 2, "--resamples is '0'"),
+        (("other.jsonl", "--resamples", "99999999999"), 2, "--resamples is '99999999999'"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_in_one_line(
     refused: Callable[..., str], files: tuple[str, str], options: tuple[str, ...], code: int, said: str
 ) -> None:
+    Path("folder.md").mkdir()
     assert said in refused(code, "score", *options)
 
 

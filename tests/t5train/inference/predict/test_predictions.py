@@ -1,5 +1,6 @@
 """The file of predictions: what is written is what is read, and a bad line is named."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,14 @@ def test_the_line_that_is_not_a_prediction_is_named(tmp_path: Path, line: bytes,
 def test_a_folder_without_predictions_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"is not a file of predictions.* or `evaluation` in a model"):
         list(read_predictions(tmp_path))
+
+
+def test_an_empty_file_is_named_and_a_pipe_is_read(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(InputError, match=r"empty\.jsonl is empty. Predict again"):
+        list(read_predictions(tmp_path / "empty.jsonl"))
+    reading, writing = os.pipe()
+    os.write(writing, MADE.line())
+    os.close(writing)
+    assert list(read_predictions(Path(f"/dev/fd/{reading}"))) == [MADE]
+    os.close(reading)
