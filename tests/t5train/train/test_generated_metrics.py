@@ -57,7 +57,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Settings of a run on pairs of words: even what a hardly trained model writes then has characters of them."""
     file = tmp_path_factory.mktemp("words") / "pairs.jsonl"
     words = WORDS.split()
-    texts = [" ".join(words[(number * step) % len(words)] for step in range(1, 6)) for number in range(1, 400)]
+    texts = [" ".join(words[(number * step) % len(words)] for step in range(1, 6)) for number in range(1, 800)]
     file.write_text(
         "".join(json.dumps({"source": f"{text} {number}", "target": text}) + "\n" for number, text in enumerate(texts))
     )
@@ -146,6 +146,7 @@ def test_the_scores_are_those_of_plain_transformers_with_the_weights_of_each_che
     tokenizer: Any = AutoTokenizer.from_pretrained(pydocs_tokenizer.path)
     samples = PairSamples(pair_shards, "validation", spec_of("zero1-fp32").with_settings(settings).pairs, 0)
     every = list(read_pairs(pairs, "validation", 0))
+    assert len(every) > PAIRS, "any sample would be all pairs"
     sample = [every[number] for number in samples.batch(0, PAIRS).sample_ids]
     folder = trained.root / name / "checkpoints"
     inputs = tokenizer([pair.source for pair in sample], return_tensors="pt", padding=True)
