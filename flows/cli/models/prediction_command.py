@@ -27,6 +27,7 @@ from flows.cli.stage_commands import require_finished
 from flows.cli.terminal import say, stage_display
 from t5train.errors import InputError, SpecError, T5TrainError
 from t5train.files.os_errors import naming
+from t5train.quantities import quantity
 from t5train.spec import MachinesSpec
 from t5train.spec.pairs_spec import location_of
 
@@ -132,7 +133,7 @@ def predict(  # noqa: PLR0913, PLR0917 - one for each option
     if as_json:
         say(predicted.model_dump_json(indent=1))
     else:
-        say(f"{predicted.rows:,} predictions: {out / PREDICTIONS}")
+        say(f"{quantity(predicted.rows, 'prediction')}: {out / PREDICTIONS}")
 
 
 def _require_together(hostfile: Path | None, out: Path | None, processes: int | None) -> None:

@@ -41,7 +41,7 @@ def test_predict_writes_a_folder_and_says_where(
     (tmp_path / "rows.tsv").write_text("en\tde\n3 1 2\t2 1 3\n")
     file = "rows.tsv#source=en&target=de&task=reverse_digits"
     assert t5_pretrain("predict", model, file, "--out", "made-here", "--num-beams", "2", *SHORT) == 0
-    assert capsys.readouterr().out == "1 predictions: made-here/predictions.jsonl\n"
+    assert capsys.readouterr().out == "1 prediction: made-here/predictions.jsonl\n"
     (row,) = read_predictions(tmp_path / "made-here")
     assert (row.source, row.reference) == ("reverse: 3 1 2", "2 1 3")
     assert t5_pretrain("predict", model, file, "--out", "made-here", "--num-beams", "2", *SHORT, "--json") == 0
