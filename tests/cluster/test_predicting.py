@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -90,6 +91,14 @@ def test_a_host_is_cut_off_half_way_and_the_file_is_that_of_one_machine(predicti
     predicting.cluster.boot("node1")
     assert not predicting.left()
     assert not predicting.rows_on("node0")
+
+
+def test_a_host_that_is_down_at_the_start_is_named_and_left_out(predicting: Predicting) -> None:
+    predicting.cluster.power_cut("node1")
+    assert predicting.start("down").wait(200) == 0, predicting.log("down")
+    assert predicting.predictions("down") == predicting.expected
+    assert re.search("^node1: .*The other hosts predict its parts$", predicting.log("down"), re.MULTILINE)
+    predicting.cluster.boot("node1")
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
