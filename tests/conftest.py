@@ -255,7 +255,7 @@ def quick_workers(python_with_stages: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture(scope="session")
 def python_with_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    modules = ["tests.support.rank_imports", "deepspeed.launcher.launch"]
+    modules = ["tests.support.rank_imports"]
     with prepared_python(tmp_path_factory.mktemp("python"), modules, {"DS_ACCELERATOR": "cpu", **_OF_RANKS}) as python:
         yield python
 

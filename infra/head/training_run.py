@@ -42,6 +42,7 @@ from t5train.data.pairs.task_rates import require_enough_pairs
 from t5train.data.samples.loader import require_enough_samples
 from t5train.data.vocabulary.unknown_pieces import require_known_in
 from t5train.errors import HostError, LaunchError, SpecError, StoreError
+from t5train.files.run_folder import ATTEMPT_SPEC
 from t5train.host_resources import make_root, require_free_space, require_writable
 from t5train.model import model_shape
 from t5train.model.model_shape import T5Shape, resolve
@@ -138,7 +139,7 @@ class _Training:
         self.run.require_held()  # before ending ranks of an earlier attempt: another head may have taken over
         if spec.cluster.hostfile is None:
             end_all(self.run, spec.cluster, self._on_tick)
-            launch(launch_spec(spec, lambda folder: rank_program(self._write_job(folder))), self._on_tick)
+            launch(launch_spec(spec, self._write_job), self._on_tick)
         else:
             launch_on_hosts(self._on_hosts(), self._on_tick)
 
@@ -180,10 +181,12 @@ def _is_replaced(spec: RunSpec, run: HeldRun, host: str) -> bool:
     return host not in training_hosts(spec, run.running_hosts, run.silent_hosts).names
 
 
-def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> LaunchSpec:
-    """Return the settings of a launch on this machine. For ``program``, see LaunchSpec."""
+def launch_spec(spec: RunSpec, write_job: Callable[[Path], object] = lambda _folder: None) -> LaunchSpec:
+    """Return the settings of a launch on this machine, where ranks import while ``write_job`` verifies a checkpoint."""
+    import_seconds = str(spec.cluster.deadlines.start_seconds)
     return LaunchSpec(
-        program=program,
+        program=lambda folder: (*rank_program(folder / ATTEMPT_SPEC), "--await-spec", import_seconds),
+        prepare=write_job,
         run_folder=spec.run_folder,
         num_ranks=spec.cluster.ranks,
         accelerator=spec.cluster.accelerator,

@@ -1,17 +1,16 @@
-"""Starts the ranks of a run under DeepSpeed's launcher, watches them, and leaves no process behind.
+"""Starts the ranks of a run on this machine, watches them, and leaves no process behind.
 
 ::
 
-    head (this process) ── guard ── deepspeed.launcher.launch ──┬─ guard ── rank 0
-                                                                └─ guard ── rank 1
+    head (this process) ── guard ── launcher ──┬─ guard ── rank 0
+                                               └─ guard ── rank 1
 
-DeepSpeed's runner would start that launcher after seconds of imports; on one machine, it has nothing else to do.
+The launcher does what DeepSpeed's does on a host, without seconds of imports (infra.node.attempts.local_launcher).
 The head ends everything when a rank or the launcher fails. The guards do so when the head is gone. Ctrl-C, or SIGTERM
 to the head or to the launcher's guard, also ends everything, but gives the ranks time to save. Only exit records show
 whether the ranks did their work.
 """
 
-import json
 import logging
 import os
 import shlex
@@ -19,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-from base64 import urlsafe_b64encode
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -29,8 +27,9 @@ from infra.head.launch.rank_evidence import evidence_of
 from infra.head.launch.verdict import verdict
 from infra.head.stop_signal import is_stop, stoppable, stopping_line, undisturbed
 from infra.node import ports, processes
-from infra.node.attempts import attempt, shared_memory
+from infra.node.attempts import attempt, local_launcher, shared_memory
 from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.local_launcher import ADDRESS
 from infra.node.attempts.process_guard import LAUNCHER_OPTION, MODULE
 from infra.node.attempts.rank_environment import rank_environment
 from infra.node.compiled_operators import clear_stale_locks, missing, unwritable, unwritable_text
@@ -41,7 +40,6 @@ _TICK_SECONDS = 0.5
 _LOOK_SECONDS = 0.1
 _LAUNCHER_END_SECONDS = 5.0
 _GUARDS_SECONDS = 3.0
-_ADDRESS = "127.0.0.1"
 _log = logging.getLogger(__name__)
 
 
@@ -66,17 +64,20 @@ class LaunchSpec:
     so they are not shown."""
     operators: tuple[str, ...] = ()
     """DeepSpeed's compiled operators that ranks load."""
+    prepare: Callable[[Path], object] = lambda _folder: None
+    """Called with the attempt's folder once the launcher is started: ranks import meanwhile, and wait for what it
+    writes. If it raises an error, they are ended."""
 
 
 def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Attempt:
     """Run all ranks to their end; ``on_tick`` is called about twice a second while they run.
 
     The caller must hold ``run_lock``. Raises SpecError if the port is taken, the error that a rank reported, or a
-    LaunchError about the first rank that failed. In any case, no process of the attempt is left.
+    LaunchError about the first rank that failed, or that of ``prepare``. In any case, no process is left.
     """
     port = _port(spec)
     shared_memory.remove_all(
-        _ADDRESS, port
+        ADDRESS, port
     )  # nothing listens on the port, so its segments are left over from a dead run
     if spec.accelerator == "cpu":
         shared_memory.require_free_space(spec.num_ranks)
@@ -104,19 +105,12 @@ def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Atte
 
 
 def command(spec: LaunchSpec, attempt_folder: Path) -> list[str]:
-    """Return the command line of DeepSpeed's launcher for an attempt."""
+    """Return the command line of the launcher for an attempt."""
     return [
-        *(sys.executable, "-m", "deepspeed.launcher.launch"),
-        f"--world_info={_world_info(spec.num_ranks)}",
-        *(f"--master_addr={_ADDRESS}", f"--master_port={spec.master_port or 'FREE_PORT'}"),
-        *("--no_local_rank", "--module", MODULE, str(attempt_folder)),
+        *(sys.executable, "-m", local_launcher.MODULE),
+        *(f"--ranks={spec.num_ranks}", f"--master_port={spec.master_port or 'FREE_PORT'}", str(attempt_folder)),
         *(sys.executable, *spec.program(attempt_folder)),
     ]
-
-
-def _world_info(num_ranks: int) -> str:
-    """Return the ranks' devices, the first ones of this machine, as the launcher reads them."""
-    return urlsafe_b64encode(json.dumps({"localhost": [*range(num_ranks)]}).encode()).decode()
 
 
 def _port(spec: LaunchSpec) -> int:
@@ -142,8 +136,9 @@ def _start(this: Attempt, argv: list[str], environment: Mapping[str, str]) -> su
 
 
 def _supervise(this: Attempt, spec: LaunchSpec, launcher: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> bool:
-    """Watch the ranks until they end, and end all that are left; returns whether all succeeded."""
+    """Write what the ranks wait for, watch them until they end, and end what is left; returns whether all succeeded."""
     try:
+        spec.prepare(this.folder)
         return _watch(this, spec.num_ranks, launcher, on_tick)
     except BaseException as error:
         if is_stop(error) and not _stop(this, spec.num_ranks, launcher):
@@ -194,7 +189,7 @@ def _stop(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -> b
 
 
 def _await(launcher: subprocess.Popen[bytes]) -> None:
-    """Give the launcher, which polls once a second, time to notice the end, so that its log ends cleanly."""
+    """Give the launcher time to notice that all guards have ended, so that it ends by itself."""
     with suppress(subprocess.TimeoutExpired):
         launcher.wait(_LAUNCHER_END_SECONDS)
 
@@ -220,4 +215,4 @@ def _end_here(this: Attempt, launcher: subprocess.Popen[bytes], port: int | None
         )
     else:
         launcher.wait()
-        shared_memory.remove_all(_ADDRESS, port or 0)  # those of ranks whose guards were killed
+        shared_memory.remove_all(ADDRESS, port or 0)  # those of ranks whose guards were killed

@@ -325,8 +325,9 @@ def _launcher_failure(this: Attempt, ranks: list[_Rank]) -> LaunchError:
         which += ", or its files could not be collected from that host"
     log = this.log(LAUNCHER)
     remedy = remedy_of_launcher(tail(log, _LINES_READ))
+    launcher = "DeepSpeed's launcher" if this.hosts else "the launcher"
     return LaunchError(
-        f"DeepSpeed's launcher {how} before its ranks had done their work{which}{remedy}. The output of the "
+        f"{launcher} {how} before its ranks had done their work{which}{remedy}. The output of the "
         f"launcher in attempt {this.folder.name} is in {log}, and ends:\n{redact(tail(log))}"
     )
 

@@ -33,7 +33,7 @@ class Hops(IntEnum):
     LOST_PEER = 8
     """A rank lost its connection to another one."""
     PREEMPTED = 9
-    """A rank was asked to end. DeepSpeed's launcher also does that once another rank has failed."""
+    """A rank was asked to end. The launcher also does that once another rank has failed."""
     LAUNCHER = 10
     """The launcher on the head ended: the head ends it in any case."""
 

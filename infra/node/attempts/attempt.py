@@ -3,7 +3,7 @@
 ::
 
     attempt.json            its run id, the head responsible for it, and its time limits
-    launcher.log            output of DeepSpeed's launcher
+    launcher.log            output of the launcher
     rank-00000.log          output of a rank
     rank-00000.pid          its process (whose pid is also its session) and its guard
     rank-00000.beat         its heartbeat (t5train.files.heartbeat)

@@ -3,7 +3,7 @@
 ::
 
     python -m infra.node.attempts.process_guard ATTEMPT_FOLDER PROGRAM [ARGUMENT...]     a rank
-    python -m infra.node.attempts.process_guard --launcher ATTEMPT_FOLDER PROGRAM ...    DeepSpeed's launcher
+    python -m infra.node.attempts.process_guard --launcher ATTEMPT_FOLDER PROGRAM ...    the launcher
 
 The program runs in its own session and writes its output to a file. The guard ends it, with its whole session,
 when the watchdog finds a reason, such as the death of the head (infra.node.attempts.watchdog). If the guard itself is

@@ -22,7 +22,7 @@ ENVIRONMENT = "environment.json"
 """The file in an attempt's folder on a host that contains the variables that the head sent."""
 
 DEVICES_VARIABLE = "T5_VISIBLE_DEVICES"
-"""CUDA_VISIBLE_DEVICES as the user set it: DeepSpeed's launcher overwrites that variable with its own numbering."""
+"""CUDA_VISIBLE_DEVICES as the user set it: the launcher overwrites that variable with its own numbering."""
 
 _LIBRARIES = re.compile(
     "(CCL|CUBLAS|CUDA|CUDNN|DS|FI|GLOO|GOMP|HCCL|HSA|KMP|MKL|NCCL|NVIDIA|OMP|OPENBLAS|RCCL|TORCH|TORCHINDUCTOR|TRITON"
@@ -63,8 +63,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """The whole environment of the processes of a run on one machine: allowed variables of ``parent``, and ``extra``.
 
-    Variables of another launcher (RANK, WORLD_SIZE, LOCAL_SIZE ...) are not allowed, because DeepSpeed's launcher would
-    use them.
+    Variables of another launcher (RANK, WORLD_SIZE, LOCAL_SIZE ...) are not allowed, because ranks would use them.
     """
     environment = allowed(parent)
     environment["PATH"] = search_path(parent)

@@ -1,16 +1,18 @@
 """How the program of a rank ends."""
 
+import math
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import deepspeed
 import pytest
 
 from t5train.errors import WeightsDidNotMove
-from t5train.files import error_report
+from t5train.files import error_report, heartbeat
 from t5train.spec.rank_job import TrainJob
 from t5train.spec.recipes import recipe
 from t5train.train import __main__ as program
@@ -41,6 +43,31 @@ def test_a_failed_rank_reports_its_error_and_ends_without_waiting_for_others(
     monkeypatch.setattr(loop, "Trainer", fail)
     assert program.main() == 1
     assert isinstance(error_report.read(job.parent / "rank-00000"), WeightsDidNotMove)
+
+
+def test_a_rank_imports_and_shows_life_while_the_head_still_writes_its_job(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = job.read_text()
+    job.unlink()
+    beats = list[heartbeat.Beat | None]()
+
+    def note_beat(_: object) -> None:
+        beats.append(heartbeat.read(job.parent / "rank-00000.beat"))
+
+    def write_job(_seconds: float) -> None:
+        note_beat(None)
+        job.write_text(text)
+
+    monkeypatch.setenv("T5_RANK_FILES", str(job.parent / "rank-00000"))
+    monkeypatch.setattr(sys, "argv", ["t5train.train", "--spec", str(job), "--await-spec", "33"])
+    monkeypatch.setattr(program, "_import", note_beat)
+    monkeypatch.setattr(time, "sleep", write_job)
+    monkeypatch.setattr(program, "_train", lambda of, *_: note_beat(of))
+    assert program.main() == 0
+    # Modules may hang while they are imported, but a head may verify for hours.
+    limits = [33, math.inf, *[recipe("smoke").cluster.deadlines.start_seconds] * 3]
+    assert [(beat.phase, beat.limit) for beat in beats if beat] == [("start", limit) for limit in limits]
 
 
 FAILING_WHILE_IT_SAVES = """

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import time
-from base64 import b64decode
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -16,6 +15,7 @@ from infra.head.launch.local_launch import LaunchSpec, command, launch
 from infra.head.stop_signal import SAME_STOP_SECONDS
 from infra.node.attempts import attempt
 from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.exit_record import Cause
 from infra.node.attempts.run_lock import run_lock
 from infra.node.attempts.shared_memory import SEGMENTS
 from t5train.errors import LaunchError, RunLocked, SpecError, StorageError
@@ -44,7 +44,7 @@ while not (folder / "finish").exists():
     time.sleep(0.1)
 """
 HEAD = """
-import sys
+import sys, time
 from pathlib import Path
 from infra.head.launch.local_launch import LaunchSpec, launch
 from infra.node.attempts.run_lock import run_lock
@@ -59,15 +59,11 @@ def spec(tmp_path: Path, program: str, num_ranks: int = 2) -> LaunchSpec:
     return LaunchSpec(lambda _folder: (str(tmp_path / "rank.py"), str(tmp_path)), tmp_path / "run", num_ranks, "cpu")
 
 
-def test_the_command_has_a_device_for_each_rank_and_the_port_and_program() -> None:
+def test_the_command_has_the_number_of_ranks_and_the_port_and_program() -> None:
     program = LaunchSpec(lambda folder: ("-m", "t5train.train", f"{folder}/spec.json"), Path("/r"), 4, "cpu", 29500)
     argv = command(program, Path("/r/attempts/0007"))
-    text = " ".join(argv)
-    assert argv[0] == sys.executable
-    assert json.loads(b64decode(text.partition("--world_info=")[2].split()[0])) == {"localhost": [0, 1, 2, 3]}
-    assert "--master_addr=127.0.0.1 --master_port=29500" in text
-    assert text.endswith(
-        f"infra.node.attempts.process_guard /r/attempts/0007 "
+    assert " ".join(argv) == (
+        f"{sys.executable} -m infra.node.attempts.local_launcher --ranks=4 --master_port=29500 /r/attempts/0007 "
         f"{sys.executable} -m t5train.train /r/attempts/0007/spec.json"
     )
 
@@ -82,7 +78,7 @@ def test_a_port_in_use_or_a_read_only_folder_of_operators_is_refused_before_rank
 
 
 @pytest.mark.slow
-def test_ranks_run_under_deepspeeds_launcher_without_secrets_of_the_head_and_on_tick_is_called(
+def test_ranks_run_under_the_launcher_without_secrets_of_the_head_and_on_tick_is_called(
     tmp_path: Path, survivors: Survivors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_SECRET_ACCESS_KEY", "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING"):
@@ -98,6 +94,47 @@ def test_ranks_run_under_deepspeeds_launcher_without_secrets_of_the_head_and_on_
     assert not any(b"s3cret" in path.read_bytes() for path in this.folder.iterdir())
     assert len(ticks) >= 3
     assert survivors(this.run_id) == set()
+
+
+def test_no_process_but_the_ranks_own_imports_torch(
+    tmp_path: Path, start: Start, survivors: Survivors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = "import sys\nfor name in ('torch', 'deepspeed', 'transformers', 'numpy'): sys.modules[name] = None\n"
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "sitecustomize.py").write_text(missing)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'without'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    spec(tmp_path, "import sys; print(sys.modules['torch'])")
+    assert start("-c", HEAD, str(tmp_path)).wait(HANG_SECONDS) == 0, (tmp_path / "output.txt").read_text()
+    assert newest(tmp_path).log(RANKS[0]).read_text() == "None\n"
+    assert survivors(newest(tmp_path).run_id) == set()
+
+
+def test_ranks_start_while_their_job_is_prepared_and_are_ended_if_that_fails(
+    tmp_path: Path, until: Until, survivors: Survivors
+) -> None:
+    def prepare(folder: Path) -> None:
+        until(lambda: [attempt.read(folder).log(rank).exists() for rank in RANKS] == [True, True])
+        raise StorageError("the checkpoint cannot be read")
+
+    with pytest.raises(StorageError, match="the checkpoint cannot be read"):
+        launch(replace(spec(tmp_path, "import time; time.sleep(600)"), prepare=prepare))
+    assert survivors(newest(tmp_path).run_id) == set()
+
+
+def test_a_head_that_is_stopped_while_it_prepares_the_job_leaves_no_rank_that_waits_for_it(
+    tmp_path: Path, start: Start, until: Until, survivors: Survivors
+) -> None:
+    spec(tmp_path, "import time; print('ready', flush=True); time.sleep(600)")
+    head = start("-c", HEAD.replace('2, "cpu"', '2, "cpu", prepare=lambda _: time.sleep(600)'), str(tmp_path))
+    until(lambda: ready(tmp_path) or head.poll() is not None)
+    head.terminate()
+    assert head.wait(HANG_SECONDS) == -signal.SIGTERM
+    assert survivors(newest(tmp_path).run_id) == set()
+    records = [newest(tmp_path).exit_record(rank) for rank in RANKS]
+    assert [record and (record.returncode, record.cause) for record in records] == [
+        (-signal.SIGTERM, Cause.REQUESTED)
+    ] * 2
+    assert "the rank saved no checkpoint" in (tmp_path / "output.txt").read_text()
 
 
 @pytest.mark.slow
