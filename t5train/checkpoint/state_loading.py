@@ -3,6 +3,7 @@
 Each rank's optimizer gets only the tensor ranges that it updates; modules get whole parameters.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -98,9 +99,11 @@ def frozen_weights(job: TrainJob, shape: T5Shape) -> StoredTensors:
 def fill_of(job: TrainJob, shape: T5Shape, stored: StoredState | None) -> Fill:
     """What sets the values that the module begins with, by Hugging Face's names.
 
-    They are the stored state's, or new ones. A model that has adapters has the weights of ``frozen_weights``.
+    They are the stored state's, or new ones. What a checkpoint of DeepSpeed replaces is not drawn, but set to NaN. A
+    model that has adapters has the weights of ``frozen_weights``.
     """
-    fill = stored.fill if stored else partial(initialise, shape=shape, seed=job.spec.optimizer.seed)
+    new = _not_drawn if job.resume_tag else partial(initialise, shape=shape, seed=job.spec.optimizer.seed)
+    fill = stored.fill if stored else new
     if job.spec.finetune.lora.rank is None:
         return fill
     frozen = StoredState(frozen_weights(job, shape))
@@ -109,6 +112,12 @@ def fill_of(job: TrainJob, shape: T5Shape, stored: StoredState | None) -> Fill:
         (fill if is_adapter(name) else frozen.fill)(name, parameter)
 
     return fill_adapted
+
+
+def _not_drawn(_name: str, parameter: nn.Parameter) -> None:
+    """Set a parameter to NaN: if the checkpoint did not replace it, the next loss would not be finite."""
+    with torch.no_grad():
+        parameter.fill_(math.nan)
 
 
 _Parts = list[tuple[str, Segment]]
