@@ -21,15 +21,11 @@ class RunningSave:
         self._thread = ThreadPoolExecutor(1, "save")
         self._work: Future[None] | None = None
         self._step: int | None = None
-        self._prunes = True
 
-    def begin(self, step: int, write: Callable[[], None], *, prunes: bool = True) -> None:
-        """Call ``write``, which must use no collective, in the thread. No other save may be running.
-
-        Older checkpoints are then removed if it ``prunes``.
-        """
+    def begin(self, step: int, write: Callable[[], None]) -> None:
+        """Call ``write``, which must use no collective, in the thread. No other save may be running."""
         self._heart.note_writing(step)
-        self._prunes, self._step, self._work = prunes, step, self._thread.submit(self._write, write)
+        self._step, self._work = step, self._thread.submit(self._write, write)
 
     def is_written(self) -> bool:
         """Whether this rank has written its part, and that was not yet concluded. Raises the error that ended it."""
@@ -61,8 +57,7 @@ class RunningSave:
 
     def _record(self, step: int) -> None:
         note_saved(self._job, step)
-        if self._prunes:
-            prune(self._job, step)
+        prune(self._job, step)
 
     def _write(self, write: Callable[[], None]) -> None:
         try:

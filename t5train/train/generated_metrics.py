@@ -6,7 +6,7 @@ from disk, and nothing is drawn at random or decided by the clock, so a run that
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
@@ -48,10 +48,6 @@ class _Sample(NamedTuple):
     longest_reference: int
 
 
-class PredictionStopped(Exception):
-    """A rank was asked to stop while ranks predicted. All ranks raise it."""
-
-
 class GeneratedMetrics:
     """Scores of generated text for one run. Raises InputError without the packages of the extra ``score``."""
 
@@ -79,12 +75,11 @@ class GeneratedMetrics:
         references = self._vocabulary.texts_of(batch.targets.tolist(), unknown=True)
         return _Sample(batch.inputs, lengths, references, int((batch.segments.targets > 0).sum(axis=1).max()))
 
-    def measure(self, engine: Any, is_stop_requested: Callable[[], bool]) -> tuple[Values, Values]:
+    def measure(self, engine: Any) -> tuple[Values, Values]:
         """Return the scores of the engine's weights, and how long training paused for how many pairs.
 
-        A collective of all ranks, which share the batches out. Raises PredictionStopped if any rank was asked to stop.
+        A collective of all ranks, which share the batches out.
         """
-        self._is_stop_requested = is_stop_requested
         started = time.perf_counter()
         device = get_accelerator().current_device_name()
         if (sums := self._sums(engine, device, range(world_size()))) is None:
@@ -102,8 +97,6 @@ class GeneratedMetrics:
     def _sums(self, engine: Any, device: str, decoders: Sequence[int]) -> Any:
         """Return the sums of the sample's statistics, [columns], or None if a device had too little memory.
 
-        Raises PredictionStopped.
-
         The statistics are whole numbers, so it does not matter which of the ranks ``decoders`` adds which.
         """
         weights = self._weights(engine, device if rank() in decoders else None)
@@ -113,10 +106,8 @@ class GeneratedMetrics:
                 own, is_complete = self._of_share(weights, device, decoders.index(rank()), len(decoders)), True
         del weights
         get_accelerator().empty_cache()
-        everybody = gather_floats([is_complete, self._is_stop_requested(), *own])
-        if any(row[1] for row in everybody):
-            raise PredictionStopped
-        return np.sum(everybody, axis=0)[2:] if all(row[0] for row in everybody) else None
+        everybody = gather_floats([is_complete, *own])
+        return np.sum(everybody, axis=0)[1:] if all(row[0] for row in everybody) else None
 
     def _weights(self, engine: Any, device: str | None) -> dict[str, Tensor] | None:
         """Copy each weight to a device at once, so that host memory never holds the model. All ranks take part in each.
@@ -154,9 +145,8 @@ class GeneratedMetrics:
     def _decoded(self, model: Any, part: int, parts: int) -> Iterator[tuple[list[int], list[list[int]]]]:
         """Yield the pairs of each batch of a part, and the ids generated for them, up to EOS.
 
-        Batches depend on the kind of device, but not on the number of parts. Ends early if this rank is to stop.
+        Batches depend on the kind of device, but not on the number of parts.
         """
-        stopping = [lambda *_, **__: self._is_stop_requested()]  # asked after each token
         settings, sample, pad = self._job.spec.evaluate, self._sample, self._config["pad_token_id"]
         most = settings.max_new_tokens or with_margin(sample.longest_reference)
         spec = GenerationSpec(most, num_beams=settings.num_beams, length_penalty=settings.length_penalty)
@@ -164,13 +154,10 @@ class GeneratedMetrics:
         limits = BatchLimits(batch_tokens, len(sample.lengths) * spec.num_beams, spec.num_beams, most)
         plan = batch_plan(sample.lengths, limits)
         for number in range(part, len(plan.starts) - 1, parts):
-            if self._is_stop_requested():
-                return
             rows = plan.rows_of(number)
             sources = torch.from_numpy(sample.sources[rows, : sample.lengths[rows].max()]).long().to(model.device)
             with quiet_transformers(), torch.inference_mode():
-                mask = (sources != pad).long()
-                ids = model.generate(sources, attention_mask=mask, stopping_criteria=stopping, **spec.options())
+                ids = model.generate(sources, attention_mask=(sources != pad).long(), **spec.options())
             yield rows.tolist(), list(map(self._until_eos, ids[:, 1:].tolist()))
 
     def _until_eos(self, ids: list[int]) -> list[int]:

@@ -39,7 +39,7 @@ from t5train.spec.rank_job import TrainJob
 from t5train.train import sanity_checks, witness_recording
 from t5train.train.datasets.dataset import Dataset, Measured
 from t5train.train.datasets.opening import open_dataset
-from t5train.train.generated_metrics import GeneratedMetrics, PredictionStopped
+from t5train.train.generated_metrics import GeneratedMetrics
 from t5train.train.learning_rate import learning_rate
 from t5train.train.peak_flops import accelerator_peak_flops, utilization
 from t5train.train.step_profile import StepProfile
@@ -105,9 +105,6 @@ class Trainer:
             folder = self.job.profiles_folder if metrics else None
             if profile := StepProfile.of(self.spec.profile, folder, self.step):
                 stack.enter_context(profile)
-            if self._is_unjudged():
-                self._validate_when_due(metrics)
-                self._save_when_due(metrics)
             while not self._is_over():
                 if profile:
                     profile.begin(self.step + 1)
@@ -181,10 +178,7 @@ class Trainer:
         seconds: Values = {"validate_seconds": time.perf_counter() - started}
         if self.generated is not None:
             self.heart.enter("predict", self.step)
-            try:
-                scores, paused = self.generated.measure(self.engine, self.is_stop_requested)
-            except PredictionStopped:
-                self._stop(metrics)
+            scores, paused = self.generated.measure(self.engine)
             seconds |= paused
             validated = validated._replace(found=validated.found._replace(values=validated.found.values | scores))
         self._report(metrics, validated.found.values | seconds | validated.routing)
@@ -198,18 +192,6 @@ class Trainer:
         """Whether this step is validated to choose the best checkpoint. It is then also saved, with the choice."""
         is_due = self.step % self.spec.storage.validate_every_steps == 0
         return self.best is not None and (is_due or self.step == self.spec.optimizer.num_steps)
-
-    def _is_unjudged(self) -> bool:
-        """Whether the attempt that saved this step was stopped before it had judged it."""
-        if self.generated is None or self.best is None or not self._is_judged():
-            return False
-        judged = self.best.validations_since + self._validations(self.best.step or 0)
-        return judged < self._validations(self.step)
-
-    def _validations(self, step: int) -> int:
-        """Return how many steps up to ``step`` are judged."""
-        every, is_last = self.spec.storage.validate_every_steps, step == self.spec.optimizer.num_steps
-        return -(-step // every) if is_last else step // every
 
     def _validate(self) -> "_Validated":
         """Validate, and check that the loss is finite: no other check has used the weights since their last update."""
@@ -238,8 +220,7 @@ class Trainer:
         is_copied = may_go_on and fit_in_memory(self.spec, self.shape, records_witness=record is not None)
         described = saving.Described(self.huggingface_config, self.shards.fingerprint, self.best)
         write = saving.begin(self.engine, self.job, self.step, described, record, is_copied=is_copied)
-        # A run that resumes from an unjudged step saves it again: an older one is then there if that is interrupted.
-        self._running_save.begin(self.step, write, prunes=not self._is_unjudged())
+        self._running_save.begin(self.step, write)
         if not is_copied:
             self._running_save.finish()
         self._report(metrics, {"save_seconds": time.perf_counter() - started})
@@ -256,12 +237,8 @@ class Trainer:
         gather([self.step])
 
     def _end_early(self, metrics: Metrics | None) -> NoReturn:
-        if self._is_judged() and self.generated is None:  # there may be no time to predict
+        if self._is_judged():  # training that resumes after this step does not return to it
             self._validate_when_due(metrics)
-        self._stop(metrics)
-
-    def _stop(self, metrics: Metrics | None) -> NoReturn:
-        """Save this step. If it is to be judged by predictions, and is not yet, the run that resumes judges it."""
         self._save(metrics, may_go_on=False)
         raise Preempted(
             f"the ranks were asked to stop (SIGTERM). They stopped after step {self.step} and saved it: run the same "

@@ -28,14 +28,14 @@ def late_writes(*, rank_1_waits: bool = False) -> Iterator[list[int]]:
     begin, finish, take_step = RunningSave.begin, RunningSave.finish, loop.Trainer._take_step
     note_saved = running_save.note_saved
 
-    def begin_late(self: RunningSave, step: int, write: Callable[[], None], **options: Any) -> None:
+    def begin_late(self: RunningSave, step: int, write: Callable[[], None]) -> None:
         def write_late() -> None:
             assert may_write.wait(_SECONDS)
             write()
 
         may_write.clear()
         begun.append(self)
-        begin(self, step, write_late, **options)
+        begin(self, step, write_late)
 
     def finish_now(self: RunningSave) -> None:
         may_write.set()

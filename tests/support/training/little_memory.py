@@ -57,9 +57,9 @@ def too_little_memory_to_predict() -> Iterator[None]:
 
     measure = GeneratedMetrics.measure
 
-    def counted(self: GeneratedMetrics, *given: Any) -> Any:
+    def counted(self: GeneratedMetrics, engine: Any) -> Any:
         validations[0] += 1
-        return measure(self, *given)
+        return measure(self, engine)
 
     with (
         mock.patch.object(generated_metrics, "get_accelerator", _Named),

@@ -2,7 +2,7 @@
 
 ``python rank_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder", "stop_at",
 "resume_tag", "start_fingerprint", "killed", "fault", "other_layout", "other_tag", "scores", "sigterm_at",
-"sigterm_while_predicting", "vocabulary"}]``, and writes ``{name}.rank-{rank}.json`` beside it for each job.
+"vocabulary"}]``, and writes ``{name}.rank-{rank}.json`` beside it for each job.
 
 - ``killed`` is the folder of a run. Its checkpoint ``resume_tag`` and its metrics are copied, as if it had been killed
   some steps after it saved.
@@ -13,8 +13,7 @@
 - ``dispatch`` is how tokens get to their experts, as on a GPU.
 - ``scores`` is the token accuracy that validations find instead of the real one, by step.
 - ``vocabulary`` is the content of ``spiece.model``, in Base64.
-- ``sigterm_at`` is the step during which the ranks are asked to stop. ``sigterm_while_predicting`` is one whose
-  predictions are begun by rank 1 before it alone is asked to stop.
+- ``sigterm_at`` is the step during which the ranks are asked to stop.
 - With ``ranks_a_node``, each node has its own folder within the run folder.
 - ``brought_from`` is the folder of a run on such nodes. Its checkpoint is gathered, and each node gets the files that
   its ranks read. The node ``intact`` gets its own files as well.
@@ -90,8 +89,6 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
                 _find_scores(trainer, {int(step): score for step, score in entry["scores"].items()})
             if "sigterm_at" in entry:
                 trainer.is_stop_requested = lambda: trainer.step == entry["sigterm_at"]
-            if "sigterm_while_predicting" in entry:
-                trainer.is_stop_requested = _once_begun(found["phases"], entry["sigterm_while_predicting"])
             if "stop_at" in entry:
                 _stop_after(trainer, entry["stop_at"])
             trainer.run()
@@ -200,17 +197,6 @@ def _stop_after(trainer: loop.Trainer, step: int) -> None:
         return take_step(*arguments)
 
     trainer._take_step = wrapped  # type: ignore[method-assign] - this is how a test stops it
-
-
-def _once_begun(phases: list[tuple[str, int]], step: int) -> Callable[[], bool]:
-    """Return whether rank 1 has been asked for the second time, in the pause after a step, whether it is to stop."""
-    asked = [0]
-
-    def is_stop_requested() -> bool:
-        asked[0] += phases[-1] == ("predict", step) and comm.get_rank() == 1
-        return asked[0] > 1
-
-    return is_stop_requested
 
 
 def _find_scores(trainer: loop.Trainer, scores: dict[int, float]) -> None:

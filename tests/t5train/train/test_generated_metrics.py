@@ -100,13 +100,6 @@ def trained(
     killed = {"killed": f"{root}/killed", "resume_tag": tag_of(6)}
     jobs.append(job("killed", "zero1-fp32", settings, stop_at=6, **given))
     jobs.append(job("resumed", "zero1-fp32", settings, **given, **killed))
-    # Stopped while it predicts for a step, resumed, stopped in the same way at the last step, and resumed again.
-    one_kept = settings | {"storage.keep_last": 1}
-    jobs.append(job("stopped", "zero1-fp32", one_kept, sigterm_while_predicting=4, **given))
-    again = {"killed": f"{root}/stopped", "resume_tag": tag_of(4)}
-    jobs.append(job("stopped-at-the-end", "zero1-fp32", settings, sigterm_while_predicting=9, **again, **given))
-    last = {"killed": f"{root}/stopped-at-the-end", "resume_tag": tag_of(9)}
-    jobs.append(job("judged-late", "zero1-fp32", settings, **last, **given))
     jobs.append(job("other-vocabulary", "zero1-fp32", settings, vocabulary=b64encode(b"other").decode()))
     jobs.append(job("little-memory", "zero1-fp32", settings, fault="too little memory to predict", **given))
     save_start(root / START)
@@ -176,24 +169,6 @@ def test_a_killed_run_resumes_with_the_same_scores_weights_and_best_checkpoint(t
     assert whole["masters"] == resumed["masters"]
     assert scores(trained, "zero1") == scores(trained, "resumed")
     assert chosen(trained, "zero1") == chosen(trained, "resumed")
-
-
-def test_a_run_that_is_stopped_while_it_predicts_saves_and_judges_that_step_when_it_resumes(trained: Trained) -> None:
-    whole, judged_late = trained.found("zero1"), trained.found("judged-late")
-    assert whole["masters"] == judged_late["masters"]
-    assert scores(trained, "zero1") == scores(trained, "judged-late")
-    assert chosen(trained, "zero1") == chosen(trained, "judged-late")
-    for name, step, judged in (("stopped", 4, [2]), ("stopped-at-the-end", 9, [2, 4, 6, 8])):
-        assert trained.found(name, rank=0)["error"] == trained.found(name, rank=1)["error"] == "Preempted"
-        assert list(scores(trained, name)) == judged
-        best = sidecar.read(trained.root / name / "checkpoints" / tag_of(step), 0).best
-        assert best is not None
-        assert best.step in judged
-
-
-def test_a_step_that_is_not_judged_yet_is_saved_beside_the_checkpoint_before_it(trained: Trained) -> None:
-    saved = sorted(path.name for path in (trained.root / "stopped/checkpoints").glob("step-*"))
-    assert saved == [tag_of(2), tag_of(3), tag_of(4)]  # of which keep_last=1 and the best step would keep two
 
 
 def test_one_rank_finds_what_two_find(trained: Trained) -> None:
