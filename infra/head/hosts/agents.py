@@ -88,7 +88,8 @@ class Agent:
         """How to connect the next time."""
         self.claim: KeptClaim | None = None
         """The claim to renew."""
-        self._lease_seconds = lease_seconds
+        self.lease_seconds = lease_seconds
+        """How long the agent lives without a message, and the lease of what it renews, from the next connection on."""
         self._watched: _Watched | None = None
         self._answered, self._asked_at = threading.Event(), 0.0
         self._answered.set()
@@ -122,9 +123,9 @@ class Agent:
         """Begin to close the channel."""
         self._closed.set()
 
-    def join(self) -> None:
-        """Wait until the channel is closed, for a few seconds at most."""
-        self._thread.join(END_SECONDS + 1.0)
+    def join(self, seconds: float = END_SECONDS) -> None:
+        """Wait until the channel is closed, but no longer than this."""
+        self._thread.join(seconds)
 
     @property
     def _current(self) -> _Watched | None:
@@ -138,7 +139,7 @@ class Agent:
                 # Code that was shipped by an earlier head would not understand this one, and a disk may be new.
                 for error in ship(nodes.transport, nodes.hosts).values() if nodes.code else ():
                     raise error
-                with conversation(nodes, self.host, Serve(self._lease_seconds)) as node:
+                with conversation(nodes, self.host, Serve(self.lease_seconds)) as node:
                     self._converse(node)
             except (HostError, OSError, ValueError) as error:  # any cause: else, the host would be lost
                 self._report_broken(str(error))
@@ -159,7 +160,7 @@ class Agent:
         """Exchange messages until the channel is closed. Raises BrokenOff or HostUnreachable if it is lost."""
         told: _Watched | None = None
         sent, renewed_at, last_message_at = None, -RENEW_SECONDS, time.monotonic()
-        tolerated_seconds = max(_SILENT_SECONDS, _LOGIN_SHARE * self._lease_seconds)
+        tolerated_seconds = max(_SILENT_SECONDS, _LOGIN_SHARE * self.lease_seconds)
         while not self._closed.is_set():
             now = time.monotonic()
             if (watched := self._current) is not told:
@@ -193,7 +194,7 @@ class Agent:
         if claim is None:
             return None
         if not self._answered.is_set():
-            if (seconds := time.monotonic() - self._asked_at) > _UNANSWERED_SHARE * self._lease_seconds:
+            if (seconds := time.monotonic() - self._asked_at) > _UNANSWERED_SHARE * self.lease_seconds:
                 claim.hear(
                     self.host, f"no answer for {seconds:.0f} s. Check whether the disk of its scratch folder hangs"
                 )
@@ -232,11 +233,11 @@ class Agents:
     def on(self, nodes: Nodes, lease_seconds: float) -> Mapping[str, Agent]:
         """Return the agents on these hosts. Opens those that are missing, and closes those that have nothing to do.
 
-        If an agent is open already, ``nodes`` says how to connect the next time.
+        If an agent is open already, it is connected in this way the next time.
         """
         for host in nodes.hosts:
             if host in self._open:
-                self._open[host].nodes = nodes.on(host)
+                self._open[host].nodes, self._open[host].lease_seconds = nodes.on(host), lease_seconds
             else:
                 self._open[host] = Agent(nodes.on(host), lease_seconds)
         for host in [host for host, agent in self._open.items() if host not in nodes.hosts and agent.is_idle]:
@@ -250,8 +251,9 @@ class Agents:
             agent.await_answer(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Close all channels: leases are not renewed from now on."""
+        """Close all channels, waiting for a few seconds at most: leases are not renewed from now on."""
         for agent in self._open.values():
             agent.close()
+        deadline = time.monotonic() + END_SECONDS
         for agent in self._open.values():
-            agent.join()
+            agent.join(max(0.0, deadline - time.monotonic()))

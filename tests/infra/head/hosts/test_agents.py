@@ -1,6 +1,7 @@
 """A channel to an agent reports why its connection broke, and connects again."""
 
 import re
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,3 +91,19 @@ def test_agents_stay_on_hosts_that_the_run_still_uses(local_hosts: LocalHosts) -
     opened.close()
     assert [host for host in second if second[host] is first[host]] == ["a", "b"]
     assert not any(agent._thread.is_alive() for agent in second.values())
+
+
+def test_hosts_that_hang_are_awaited_together_when_channels_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, ended = Agents(), threading.Event()
+
+    def hang(*_: object) -> None:
+        ended.wait()
+        raise OSError
+
+    monkeypatch.setattr(agents, "END_SECONDS", 0.5)
+    monkeypatch.setattr(agents, "conversation", hang)
+    opened.on(Nodes(FixedCommand(("true",)), tuple(map(str, range(20)))), 60.0)
+    began = time.monotonic()
+    opened.close()
+    ended.set()
+    assert time.monotonic() - began < 5
