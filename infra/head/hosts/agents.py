@@ -30,7 +30,8 @@ from infra.node.attempts.agent_messages import (
 from infra.node.attempts.log_tail import Offsets
 from infra.node.attempts.run_ownership import Claimed, ClaimRun
 from infra.node.channel import BrokenOff, Channel
-from t5train.errors import HostError, HostUnreachable
+from t5train.errors import HostUnreachable
+from t5train.files.os_errors import in_one_line
 
 RENEW_SECONDS = 2.0
 _LOOK_SECONDS = 0.25
@@ -141,8 +142,8 @@ class Agent:
                     raise error
                 with conversation(nodes, self.host, Serve(self.lease_seconds)) as node:
                     self._converse(node)
-            except (HostError, OSError, ValueError) as error:  # any cause: else, the host would be lost
-                self._report_broken(str(error))
+            except Exception as error:  # whatever it is: else, the host would be lost
+                self._report_broken(in_one_line(error))
             self._answered.set()
             if self._closed.wait(seconds):
                 return

@@ -82,6 +82,19 @@ def test_an_agent_is_started_only_with_this_heads_code(monkeypatch: pytest.Monke
     agent.join()
 
 
+def test_a_channel_is_opened_again_after_an_error_that_nobody_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(agents, "conversation", no_thread)
+    agent, news = Agent(Nodes(FixedCommand(("true",)), ("a",)), 60.0), News()
+    agent.watch(RUN_ID, {}, news)
+    for _ in range(2):
+        assert news.get(timeout=600)[2] == ChannelBroken("can't start new thread")
+    agent.close()
+    agent.join()
+
+
 def test_agents_stay_on_hosts_that_the_run_still_uses(local_hosts: LocalHosts) -> None:
     opened, nodes = Agents(), Nodes(local_hosts, ("a", "b", "c"))
     first = opened.on(nodes, 60.0)
