@@ -30,7 +30,7 @@ from infra.node.attempts.agent_messages import (
 from infra.node.attempts.log_tail import Offsets
 from infra.node.attempts.run_ownership import Claimed, ClaimRun
 from infra.node.channel import BrokenOff, Channel
-from t5train.errors import HostUnreachable
+from t5train.errors import HostUnreachable, RemoteFailed
 from t5train.files.os_errors import in_one_line
 
 RENEW_SECONDS = 2.0
@@ -137,11 +137,7 @@ class Agent:
         for seconds in chain(_BACKOFF_SECONDS, repeat(_BACKOFF_SECONDS[-1])):
             nodes = self.nodes
             try:
-                # Code that was shipped by an earlier head would not understand this one, and a disk may be new.
-                for error in ship(nodes.transport, nodes.hosts).values() if nodes.code else ():
-                    raise error
-                with conversation(nodes, self.host, Serve(self.lease_seconds)) as node:
-                    self._converse(node)
+                self._connect(nodes)
             except Exception as error:  # whatever it is: else, the host would be lost
                 self._report_broken(in_one_line(error))
             self._answered.set()
@@ -150,6 +146,17 @@ class Agent:
             while self.is_idle:  # as on hosts that were switched off after training
                 if self._closed.wait(_LOOK_SECONDS):
                     return
+
+    def _connect(self, nodes: Nodes) -> None:
+        """Talk to the agent until the channel is closed. If it cannot be started, perhaps for want of code, send it."""
+        try:
+            with conversation(nodes, self.host, Serve(self.lease_seconds)) as node:
+                self._converse(node)
+        except RemoteFailed:
+            # Ranks that were found running have the code of an earlier head, and a disk may be new.
+            for error in ship(nodes.transport, nodes.hosts).values() if nodes.code else ():
+                raise error from None
+            raise
 
     def _report_broken(self, reason: str) -> None:
         if (watched := self._current) is not None:

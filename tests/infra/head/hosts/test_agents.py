@@ -95,6 +95,23 @@ def test_a_channel_is_opened_again_after_an_error_that_nobody_expected(monkeypat
     agent.join()
 
 
+def test_no_code_is_sent_to_a_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, news = list[str](), News()
+
+    def ship(_: object, hosts: tuple[str, ...]) -> dict[str, HostUnreachable]:
+        sent.extend(hosts)
+        return {}
+
+    monkeypatch.setattr(agents, "ship", ship)
+    agent = Agent(Nodes(FixedCommand(("sh", "-c", "exit 255")), ("a",), code="c0de"), 60.0)
+    agent.watch(RUN_ID, {}, news)
+    for _ in range(2):
+        assert isinstance(news.get(timeout=600)[2], ChannelBroken)
+    assert not sent
+    agent.close()
+    agent.join()
+
+
 def test_agents_stay_on_hosts_that_the_run_still_uses(local_hosts: LocalHosts) -> None:
     opened, nodes = Agents(), Nodes(local_hosts, ("a", "b", "c"))
     first = opened.on(nodes, 60.0)
