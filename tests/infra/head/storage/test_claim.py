@@ -28,7 +28,7 @@ from infra.node.storage import stored_checkpoints as stored
 from t5train.checkpoint import tags
 from t5train.errors import HostError, HostUnreachable, NothingVerifies, RemoteFailed, RunOwned
 from t5train.files.atomic import write_json
-from t5train.files.run_folder import tag_of
+from t5train.files.run_folder import ATTEMPT_SPEC, tag_of
 from t5train.progress import silent
 from tests.infra.conftest import Start, Until
 from tests.support.held_runs import is_lost
@@ -305,6 +305,19 @@ def test_ranks_that_outlive_their_head_prevent_another_head_from_adopting_the_ru
     guard.kill()
     guard.wait()
     assert len(second.claimed(adopt=True)) == 1
+
+
+def test_a_claim_is_renewed_although_files_of_another_attempt_there_are_damaged(
+    site: Site, first: Head, local_hosts: LocalHosts, until: Until
+) -> None:
+    first.claimed()
+    spec, files = local_hosts.attempt_folder("a", "other") / ATTEMPT_SPEC, site.scratch("a") / first.run.relative_path
+    spec.parent.mkdir(parents=True)
+    spec.parent.parent.chmod(0o700)
+    spec.write_text("{")
+    for _ in range(2):
+        before = (files / LEASE).read_text()
+        until(lambda before=before: (files / LEASE).read_text() != before)
 
 
 def test_a_silent_host_blocks_a_claim_before_training_but_not_while_ranks_run(first: Head, site: Site) -> None:
