@@ -20,6 +20,7 @@ from infra.node.attempts.agent_messages import (
     Ended,
     Hello,
     NewLines,
+    NotWatched,
     Order,
     Ordered,
     Renew,
@@ -74,6 +75,10 @@ class _Watched:
     offsets: Offsets | None
     news: News
     order: Order | None = None
+    sent: Order | None = None
+    """The order that the agent was sent since it was told to watch."""
+    is_told: bool = False
+    """Whether the agent was told to watch it, and has not failed to."""
     is_greeted: bool = False
     """Whether what arrives on this channel is about this attempt."""
     is_over: bool = False
@@ -167,25 +172,24 @@ class Agent:
     def _converse(self, node: Channel) -> None:
         """Exchange messages until the channel is closed. Raises BrokenOff or HostUnreachable if it is lost."""
         told: _Watched | None = None
-        sent, renewed_at, last_message_at = None, -RENEW_SECONDS, time.monotonic()
+        renewed_at, last_message_at = -RENEW_SECONDS, time.monotonic()
         tolerated_seconds = max(_SILENT_SECONDS, _LOGIN_SHARE * self.lease_seconds)
         while not self._closed.is_set():
             now = time.monotonic()
             if (watched := self._current) is not told:
-                told, sent, renewed_at = watched, None, -RENEW_SECONDS
+                told, renewed_at = watched, -RENEW_SECONDS
                 if watched is not None:
-                    watched.is_greeted = False
-                    node.send(Watch(watched.run_id, watched.offsets))
+                    watched.is_told = watched.is_greeted = False
             if now - renewed_at >= RENEW_SECONDS:
-                node.send(Renew(told.run_id if told else None, self._claim_to_renew()))
+                self._renew(node, told)
                 renewed_at = now
             if reports := node.receive_within(_LOOK_SECONDS, Report):
                 last_message_at, tolerated_seconds = time.monotonic(), _SILENT_SECONDS
             for report in reports:
                 self._receive(report, told)
-            if told is not None and told.order not in (None, sent):
-                sent = told.order
-                node.send(Ordered(sent))
+            if told is not None and (order := told.order) is not None and order != told.sent:
+                told.sent = order
+                node.send(Ordered(order))
             if now - last_message_at > tolerated_seconds:
                 silent_seconds = now - last_message_at
                 raise HostUnreachable(
@@ -195,6 +199,12 @@ class Agent:
                 )
             if node.at_end and not self._closed.is_set():
                 raise BrokenOff("the agent there has ended")
+
+    def _renew(self, node: Channel, told: _Watched | None) -> None:
+        if told is not None and not told.is_told:
+            told.is_told, told.sent = True, None
+            node.send(Watch(told.run_id, told.offsets))
+        node.send(Renew(told.run_id if told else None, self._claim_to_renew()))
 
     def _claim_to_renew(self) -> ClaimRun | None:
         """The claim to send, unless the answer to the last renewal is still to come."""
@@ -224,6 +234,9 @@ class Agent:
             return
         if isinstance(report, Hello):
             told.is_greeted = report.run_id == told.run_id
+        if isinstance(report, NotWatched) and report.run_id == told.run_id:
+            told.is_told = told.is_greeted = False
+            told.news.put((self.host, time.monotonic(), ChannelBroken(report.reason)))
         if not told.is_greeted or told.is_over or told is not self._watched:
             return
         if isinstance(report, Hello | NewLines):

@@ -9,9 +9,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -26,6 +27,7 @@ from infra.node.attempts.agent_messages import (
     Instruction,
     LeaseNotRenewed,
     NewLines,
+    NotWatched,
     Order,
     Ordered,
     RankEnded,
@@ -79,7 +81,7 @@ class _Agent:
         """Follow an instruction of the head."""
         match instruction:
             case Watch(run_id, offsets):
-                self._watch(run_id, offsets)
+                self._read(run_id, partial(self._watch, run_id, offsets))
             case Renew(run_id, request):
                 self._renew(run_id)
                 if request is not None:
@@ -97,18 +99,30 @@ class _Agent:
         if self._watched is None:
             self._head.send(Alive(()))
         else:
-            self._watched.report()
+            self._read(self._watched.run_id, self._watched.report)
+
+    def _read(self, run_id: str, read: Callable[[], None]) -> None:
+        """Read the folder of an attempt. If that fails, the claim to the run must be renewed nevertheless."""
+        try:
+            read()
+        except ConnectionError:  # the head is gone
+            raise
+        except Exception as error:  # whatever it is, the head is told
+            self._forget()
+            self._head.send(NotWatched(run_id, in_one_line(error)))
 
     def _watch(self, run_id: str, offsets: Offsets | None) -> None:
         self._forget()
         folder = attempt_folder(run_id)
         tails = LogTails(folder, offsets)
-        self._head.send(Hello(run_id, processes.boot_id(), tails.offsets))
+        hello = Hello(run_id, processes.boot_id(), tails.offsets)
         if not (folder / attempt.ATTEMPT).exists() or head_lease.age_seconds(folder) == float("inf"):
+            self._head.send(hello)
             self._head.send(Ended(()))  # not prepared, or ended, perhaps by a reboot: do not renew its lease
             return
-        self._watched = _Watched(attempt.read(folder), tails, self._head)
-        self._run_disk.saves = _Saves(folder)
+        watched, saves = _Watched(attempt.read(folder), tails, self._head), _Saves(folder)
+        self._head.send(hello)
+        self._watched, self._run_disk.saves = watched, saves
 
     def _renew(self, run_id: str | None) -> None:
         if self._watched is None:

@@ -89,6 +89,14 @@ class Hello(Report):
 
 
 @dataclass(frozen=True)
+class NotWatched(Report):
+    """The attempt is watched no longer, because its folder cannot be read."""
+
+    run_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class LeaseNotRenewed(Report):
     """The attempt's lease could not be renewed, because the disk of the node folder failed."""
 

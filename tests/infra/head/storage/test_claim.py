@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from infra.head.hosts.agents import Agents
+from infra.head.hosts.agents import Agents, ChannelBroken, News
 from infra.head.hosts.hostfile import Hosts
 from infra.head.launch.held_run import hold_run
 from infra.head.storage.claim import Claim
@@ -19,7 +19,8 @@ from infra.head.storage.provisioning import release
 from infra.head.storage.recovery import recover
 from infra.head.storage.run_storage import NodeLocalStorage
 from infra.node import processes
-from infra.node.attempts import head_lease
+from infra.node.attempts import attempt, head_lease
+from infra.node.attempts.agent_messages import Hello
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.head_lease import LEASE
 from infra.node.attempts.run_ownership import OWNER, Owner
@@ -318,6 +319,30 @@ def test_a_claim_is_renewed_although_files_of_another_attempt_there_are_damaged(
     for _ in range(2):
         before = (files / LEASE).read_text()
         until(lambda before=before: (files / LEASE).read_text() != before)
+
+
+def test_a_claim_is_renewed_although_the_watched_attempt_cannot_be_read_and_that_is_watched_again_when_it_can(
+    site: Site, first: Head, local_hosts: LocalHosts, tmp_path: Path, until: Until
+) -> None:
+    this, news, transport = attempt.begin(tmp_path / "run", None, 60.0, {"a": (0,)}), News(), Unsteady(local_hosts)
+    local_hosts.prepare(this)
+    first.run = replace(first.run, nodes=replace(first.run.nodes, transport=transport))
+    lease, files = local_hosts.attempt_folder("a", this.run_id) / LEASE, site.scratch("a") / first.run.relative_path
+    lease.rename(kept := lease.with_name("kept"))
+    lease.symlink_to(lease.name)
+    first.claimed()
+    first.agents.on(first.run.nodes, SECONDS)["a"].watch(this.run_id, {}, news)
+    for _ in range(2):
+        report = news.get(timeout=60)[2]
+        assert isinstance(report, ChannelBroken)
+        assert "Too many levels of symbolic links" in report.reason
+        before = (files / LEASE).read_text()
+        until(lambda before=before: (files / LEASE).read_text() != before)
+    kept.replace(lease)
+    before = lease.read_text()
+    until(lambda: lease.read_text() != before)
+    until(lambda: isinstance(news.get(timeout=60)[2], Hello))
+    assert transport.actions.count(("a", "serve")) == 1
 
 
 def test_a_silent_host_blocks_a_claim_before_training_but_not_while_ranks_run(first: Head, site: Site) -> None:
