@@ -117,9 +117,10 @@ def test_agents_stay_on_hosts_that_the_run_still_uses(local_hosts: LocalHosts) -
     first = opened.on(nodes, 60.0)
     first["b"].watch(RUN_ID, {}, News())
     opened.on(nodes.on("a"), 60.0)
-    second = opened.on(nodes, 60.0)
+    second = opened.on(nodes, 30.0)
     opened.close()
     assert [host for host in second if second[host] is first[host]] == ["a", "b"]
+    assert {agent.lease_seconds for agent in second.values()} == {30.0}
     assert not any(agent._thread.is_alive() for agent in second.values())
 
 
