@@ -12,13 +12,15 @@ their catalogues and descriptions. DIR gets train.jsonl, validation.jsonl and te
 origin.
 
 Kept are pairs of 2 to 60 English words whose sides differ; white space is one space, and markers of keys to press are
-removed if both sides have one. Each source is there once, its first translation in alphabetical order of packages. One
-that training has is in neither of the others, and one that validation has is not in test.
+removed if both sides have one. Each source is there once, with its first translation: catalogues come first, in
+alphabetical order of packages, and then descriptions. One that training has is in neither of the others, and one that
+validation has is not in test.
 """
 
 import argparse
 import gettext
 import re
+import struct
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -45,12 +47,12 @@ class Pair(NamedTuple):
 
 
 def catalogue_pairs(packages: Path, language: str) -> Iterator[Pair]:
-    """Yield the messages of all catalogues, singular ones only."""
+    """Yield the messages of all catalogues that can be read, singular ones only."""
     for path in sorted(packages.glob(f"*/**/{language}/LC_MESSAGES/*.mo")):
         with open(path, "rb") as file:
             try:
                 messages = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined] # it has no other access
-            except (OSError, UnicodeDecodeError) as error:
+            except (OSError, ValueError, LookupError, struct.error) as error:
                 print(f"{path} is left out: {error}", file=sys.stderr)
                 continue
         package = path.relative_to(packages).parts[0]
