@@ -85,9 +85,7 @@ def compare(given: argparse.Namespace, budget: TimeBudget | None = None) -> Comp
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended, too
     budget = budget or TimeBudget(given.until_seconds)
-    if wrong := [change for change in given.set if "=" not in change]:
-        raise SystemExit(f"--set {wrong[0]} is not of the form part.key=value")
-    settings = dict(change.split("=", 1) for change in given.set)
+    settings = settings_of(given.set)
     if given.ranks is not None:
         settings["cluster.ranks"] = str(given.ranks)
     try:
@@ -96,6 +94,13 @@ def compare(given: argparse.Namespace, budget: TimeBudget | None = None) -> Comp
         raise SystemExit(str(error)) from None
     given.root.mkdir(parents=True, exist_ok=True)
     return Comparison(spec, _subject(given, spec), commit(given.commit), given.root.absolute(), budget)
+
+
+def settings_of(changes: Sequence[str], option: str = "--set") -> dict[str, str]:
+    """Return settings by their names as they are given with ``option``. The command ends if one has no value."""
+    if wrong := [change for change in changes if "=" not in change]:
+        raise SystemExit(f"{option} {wrong[0]} is not of the form part.key=value")
+    return dict(change.split("=", 1) for change in changes)
 
 
 def _subject(given: argparse.Namespace, spec: RunSpec) -> Subject:

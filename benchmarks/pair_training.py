@@ -39,7 +39,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.comparison import Comparison, compare, parser, result
+from benchmarks.comparison import Comparison, compare, parser, result, settings_of
 from benchmarks.finished_rows import FinishedRow, FinishedRows
 from benchmarks.measured_result import Figure, spread
 from benchmarks.pair_trainer import PROGRAM, MeasuredOnPairs, PairTrainerJob
@@ -115,7 +115,7 @@ class Subjects(NamedTuple):
 def main() -> int:
     """Measure what is not yet measured, and print the table. Return 1 if a measurement failed, 3 if time ran out."""
     given = _arguments()
-    settings = {**DEFAULTS, **_settings(given.set), **SAME, "pairs.train": json.dumps([given.pairs])}
+    settings = {**DEFAULTS, **settings_of(given.set), **SAME, "pairs.train": json.dumps([given.pairs])}
     given.set = [f"{name}={value}" for name, value in (settings | {"tokenizer.path": given.tokenizer}).items()]
     comparison = compare(given)
     try:
@@ -145,12 +145,6 @@ def _arguments() -> argparse.Namespace:
         made.add_argument(f"--{name}", default=default, metavar="SIZES", help=f"micro-batches; {default} by default")
     made.add_argument("--plot", type=Path, help="file for the losses, .svg or .png; DIR/losses.svg if left out")
     return made.parse_args()
-
-
-def _settings(changes: Sequence[str]) -> dict[str, str]:
-    if wrong := [change for change in changes if "=" not in change]:
-        raise SystemExit(f"--set {wrong[0]} is not of the form part.key=value")
-    return dict(change.split("=", 1) for change in changes)
 
 
 def _planned(given: argparse.Namespace, subjects: Subjects) -> list[tuple[str, int]]:

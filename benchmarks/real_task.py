@@ -17,22 +17,21 @@ of other pairs. Their hypotheses and those of the models are scored against the 
 evaluate.max_pairs of each split, with 95% intervals by bootstrap. Predictions stay in DIR/runs/*/export/evaluation.
 
 A finished part is appended to DIR/real-task.jsonl and not repeated by the next command with the same root; one that was
-interrupted continues from its last checkpoint, which is saved when time runs out, too. Checkpoints of finished parts
-are removed. Expected for base on an H200: 390 s for pre-training, and 150 s for each fine-tuning. The exit code is 3 if
-time ran out.
+interrupted continues from its last checkpoint, which is saved when time runs out, too, if that takes 20 s at most.
+Checkpoints of finished parts are removed. Expected for base on an H200: 390 s for pre-training, and 150 s for each
+fine-tuning. The exit code is 3 if time ran out.
 """
 
 import argparse
 import json
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from benchmarks.comparison import Comparison, compare, parser, result
+from benchmarks.comparison import Comparison, compare, parser, result, settings_of
 from benchmarks.finished_rows import FinishedRow, FinishedRows
 from benchmarks.measured_result import Figure
 from benchmarks.time_budget import NOT_FINISHED, OutOfTime, TimeBudget
@@ -46,12 +45,12 @@ from t5train.data.pairs.pairs import build_pairs
 from t5train.data.shards import build_shards
 from t5train.data.vocabulary.tokenizer import given_tokenizer
 from t5train.errors import T5TrainError
-from t5train.files.atomic import write_text
+from t5train.files.atomic import discard, write_text
 from t5train.files.run_folder import CHECKPOINTS, EXPORT, METRICS, WEIGHTS, WITNESS_FOLDER
 from t5train.inference.evaluation.export_evaluation import evaluate_export
 from t5train.progress import Progress
 from t5train.records import metrics
-from t5train.records.evaluation_metrics import SYSTEMS, EvaluationMetrics, recorded_metrics, weights_of
+from t5train.records.evaluation_metrics import SYSTEMS, EvaluationMetrics, Metric, recorded_metrics, weights_of
 from t5train.records.stage_records import Corpus, Export, Pairs, TokenizerFiles
 from t5train.release.export import export
 from t5train.spec import RunSpec
@@ -66,9 +65,12 @@ SCHEDULE = {
     "optimizer.final_learning_rate": "0",
 }
 """For so few steps that a model which has learned little is far from done: a recipe's rate is for a long run."""
-SAVING_SECONDS = 15.0
-"""Left when a training that does not end in time is told to save."""
+SAVING_SECONDS = 20.0
+"""Left when a training that does not end in time is told to save. Ranks that need longer are ended without."""
+_SPLITS = ("train", "validation", "test")
 _METRICS = {"bleu": "BLEU", "bleu_intl": "BLEU, intl", "chrf": "chrF", "exact_match": "exact match"}
+_SAME_FOR_ALL = ("copy", "start")
+"""Systems whose predictions do not depend on what is trained."""
 _SHOWN_EXAMPLES = 8
 
 
@@ -90,6 +92,11 @@ class TaskRow(FinishedRow):
     weights: dict[str, str]
     """The sha256 of each file of weights."""
     evaluation: EvaluationMetrics | None = None
+
+    @property
+    def label(self) -> str:
+        """What was trained."""
+        return f"{self.contender}, seed {self.seed}"
 
 
 class Task(NamedTuple):
@@ -122,37 +129,44 @@ class Task(NamedTuple):
 def main() -> int:
     """Do what is not yet done, and print the table. Return 3 if time ran out."""
     given = _arguments()
-    places = {name: json.dumps([getattr(given, name)]) for name in ("train", "validation", "test")}
     same = {"cluster.ranks": "1", "tokenizer.path": given.tokenizer, "storage.keep_last": "1"}
-    pairs_settings = SCHEDULE | _short(given.steps) | same | {f"pairs.{name}": place for name, place in places.items()}
-    text_settings = _short(given.text_steps) | same | {"corpus.source": given.text}
-    given.set = _changes(pairs_settings, given.set)
-    text_changes = dict(each.split("=", 1) for each in _changes(text_settings, given.text_set))
-    comparison = compare(given)
+    pairs = {f"pairs.{split}": json.dumps([getattr(given, split)]) for split in _SPLITS}
+    of_pairs = SCHEDULE | _short(given.steps) | same | pairs | settings_of(given.set)
+    of_text = _short(given.text_steps) | same | {"corpus.source": given.text}
+    of_text |= settings_of(given.text_set, "--text-set")
+    given.set = [f"{name}={value}" for name, value in of_pairs.items()]
+    comparison, code = compare(given), 0
+    task: Task | None = None
     try:
-        task = _task(comparison, given, text_changes)
-        for ignored in filter(None, (task.of_text.ignored(), task.of_pairs.ignored())):
-            print(ignored, flush=True)
-        code = _do_all(task, given.seeds)
+        task = _task(comparison, given, of_text)
+        _do_all(task, given.seeds)
     except OutOfTime as error:
         print(f"stopped: {error}. The same command continues", flush=True)
-        return NOT_FINISHED
+        code = NOT_FINISHED
     except T5TrainError as error:
         raise SystemExit(str(error)) from None
+    finally:
+        comparison.budget.close()
+    if task is not None:
+        _show(task, given)
+    return code
+
+
+def _show(task: Task, given: argparse.Namespace) -> None:
+    """Print the table, and write it with examples if a file is named."""
     what = f"Pre-training {given.text_recipe} and fine-tuning {given.recipe} on a real task"
     command, rows = f"benchmarks.real_task {shlex.join(sys.argv[1:])}", task.finished
-    found = result(comparison, what, command, _notes(task, rows), list(_table(rows)))
+    found = result(task.comparison, what, command, _notes(task, rows), _table(rows))
     print(found.text())
     if given.into:
         with_examples = found.model_copy(update={"rows": [*found.rows, *_examples(rows)]})
         write_text(given.into, with_examples.model_dump_json(indent=1) + "\n")
-    return code
 
 
 def _arguments() -> argparse.Namespace:
     made = parser(__doc__, steps=600)
     made.add_argument("--text", required=True, help="text to pre-train on, as t5-pretrain run --corpus takes it")
-    for split in ("train", "validation", "test"):
+    for split in _SPLITS:
         made.add_argument(f"--{split}", required=True, metavar="FILE", help=f"pairs, as pairs.{split} names them")
     made.add_argument("--tokenizer", required=True, help="spiece.model, or folder with one")
     made.add_argument("--text-recipe", default="base", help="recipe of pre-training; base by default")
@@ -174,14 +188,6 @@ def _short(steps: int) -> dict[str, str]:
     }
 
 
-def _changes(defaults: dict[str, str], given: Sequence[str]) -> list[str]:
-    """Return settings as they are given to a command, those of a user last."""
-    if wrong := [change for change in given if "=" not in change]:
-        raise SystemExit(f"--set {wrong[0]} is not of the form part.key=value")
-    changes = defaults | dict(change.split("=", 1) for change in given)
-    return [f"{name}={value}" for name, value in changes.items()]
-
-
 def _task(comparison: Comparison, given: argparse.Namespace, text_changes: dict[str, str]) -> Task:
     """Read text and pairs, or verify what an earlier command has made of them."""
     root, subject = comparison.root, comparison.subject
@@ -201,19 +207,13 @@ def _task(comparison: Comparison, given: argparse.Namespace, text_changes: dict[
         )
 
 
-def _do_all(task: Task, seeds: Sequence[int]) -> int:
-    """Do what is not yet done, as far as time allows: of each seed first the one that was pre-trained."""
-    parts = [(TEXT, 0), *((contender, seed) for seed in seeds for contender in (PRE_TRAINED, SCRATCH))]
-    try:
-        for contender, seed in parts:
-            if (contender, seed) not in {(row.contender, row.seed) for row in task.finished}:
-                _do(task, contender, seed)
-    except OutOfTime as error:
-        print(f"stopped: {error}. The same command continues", flush=True)
-        return NOT_FINISHED
-    finally:
-        task.comparison.budget.close()
-    return 0
+def _do_all(task: Task, seeds: Sequence[int]) -> None:
+    """Do what is not yet done: of each seed first the one that was pre-trained."""
+    for ignored in filter(None, (task.of_text.ignored(), task.of_pairs.ignored())):
+        print(ignored, flush=True)
+    for contender, seed in [(TEXT, 0), *((name, seed) for seed in seeds for name in (PRE_TRAINED, SCRATCH))]:
+        if (contender, seed) not in {(row.contender, row.seed) for row in task.finished}:
+            _do(task, contender, seed)
 
 
 def _do(task: Task, contender: str, seed: int) -> None:
@@ -223,42 +223,27 @@ def _do(task: Task, contender: str, seed: int) -> None:
     print(f"{what}: starts", flush=True)
     spec = task.spec(contender, seed)
     if not (spec.run_folder / CHECKPOINTS).exists():  # it was finished with other code, as its export says
-        shutil.rmtree(spec.run_folder, ignore_errors=True)
-    with progress_display() as shown:
-        progress = _in_time(task.comparison.budget, shown)
-        try:
-            exported = _exported(task, spec, progress)
-            if spec.is_fine_tuning:
-                exported = evaluate_export(exported, task.pairs, spec, spec.run_folder, progress)
-        except Ending:
-            raise OutOfTime(f"{what} did not end in time") from None
+        discard(spec.run_folder)
+    with progress_display() as progress:
+        exported = _exported(task, spec, progress)
+        if spec.is_fine_tuning:
+            exported = evaluate_export(exported, task.pairs, spec, spec.run_folder, progress)
     data, rows = (task.pairs, task.of_pairs) if spec.is_fine_tuning else (task.corpus, task.of_text)
-    found: dict[str, Any] = {
-        "contender": contender,
-        "seed": seed,
-        "run": spec.run_name,
-        "data": data.fingerprint,
-        "losses": _last_losses(spec.run_folder / METRICS),
-        "weights": weights_of(exported.files),
-        "evaluation": recorded_metrics(exported.path, exported.files),
-        "duration_seconds": time.monotonic() - started,
-    }
-    rows.add(TaskRow(**(task.comparison.facts() | {"subject": rows.subject}), **found))
-    for name in (CHECKPOINTS, WEIGHTS):
-        shutil.rmtree(spec.run_folder / name)
-    print(f"{what}: done after {found['duration_seconds']:.0f} s, {found['losses']}", flush=True)
-
-
-def _in_time(budget: TimeBudget, progress: Progress) -> Progress:
-    """Return what shows progress, and ends the work that reports it shortly before its time is over."""
-
-    def report(what: str, done: int, total: int | None) -> None:
-        if budget.left < SAVING_SECONDS:
-            budget.close()  # from now on, ranks are saving
-            raise Ending
-        progress(what, done, total)
-
-    return report
+    row = TaskRow(
+        **{**task.comparison.facts(), "subject": rows.subject},
+        contender=contender,
+        seed=seed,
+        run=spec.run_name,
+        data=data.fingerprint,
+        losses=_last_losses(spec.run_folder / METRICS),
+        weights=weights_of(exported.files),
+        evaluation=recorded_metrics(exported.path, exported.files),
+        duration_seconds=time.monotonic() - started,
+    )
+    rows.add(row)
+    for name in (CHECKPOINTS, WEIGHTS):  # if time runs out now, none stays in part
+        discard(spec.run_folder / name)
+    print(f"{what}: done after {row.duration_seconds:.0f} s, {row.losses}", flush=True)
 
 
 def _exported(task: Task, spec: RunSpec, progress: Progress) -> Export:
@@ -269,11 +254,28 @@ def _exported(task: Task, spec: RunSpec, progress: Progress) -> Export:
         shards = build_pair_shards(spec.pairs, task.pairs, task.tokenizer, root, progress)
     else:
         shards = build_shards(spec.shards, spec.corpus, task.corpus, task.tokenizer, root, progress)
-    with hold_ready_run(spec) as run:
-        checkpoint = train_run(spec, shards, run, progress)
+    try:
+        with hold_ready_run(spec) as run:
+            checkpoint = train_run(spec, shards, run, saving_in_time(task.comparison.budget, progress))
+    except Ending:
+        raise OutOfTime(f"{spec.run_name} was not trained to its end in time") from None
     out, start = folder / WEIGHTS, spec.model.start_from
     weights = consolidate(folder / CHECKPOINTS, out, tag=checkpoint.tag, start_from=start, progress=progress)
     return export(weights, task.tokenizer, folder / WITNESS_FOLDER, spec, folder / EXPORT, progress)
+
+
+def saving_in_time(budget: TimeBudget, progress: Progress) -> Progress:
+    """Return what shows the progress of training, and ends it shortly before its time is over.
+
+    The budget stays open: it ends ranks that do not save by then.
+    """
+
+    def report(what: str, done: int, total: int | None) -> None:
+        if budget.left < SAVING_SECONDS:
+            raise Ending
+        progress(what, done, total)
+
+    return report
 
 
 def _last_losses(file: Path) -> dict[str, float]:
@@ -283,9 +285,9 @@ def _last_losses(file: Path) -> dict[str, float]:
     return {name: round(value, 4) for name, value in last.items()}
 
 
-def _table(rows: Sequence[TaskRow]) -> Iterator[dict[str, Figure]]:
-    """Yield a row for pre-training, then for each system and split, the baselines once."""
-    shown = set[tuple[str, str]]()
+def _table(rows: Sequence[TaskRow]) -> list[dict[str, Figure]]:
+    """Return a row for pre-training, then for each system and split, the baselines once."""
+    table = dict[tuple[str, str], dict[str, Figure]]()
     for row in rows:
         facts: dict[str, Figure] = {
             "run": row.run,
@@ -294,37 +296,28 @@ def _table(rows: Sequence[TaskRow]) -> Iterator[dict[str, Figure]]:
             "weights": " ".join(row.weights.values()),
         }
         if row.evaluation is None:
-            yield {"system": "pre-training", **facts}
+            table[row.label, ""] = {"system": "pre-training", **facts}
             continue
+        predictions = " ".join(row.evaluation.predictions.values())
         for group in row.evaluation.groups:
-            of_model = facts | {
-                "not ended": group.not_ended,
-                "unknown": group.unknown,
-                "predictions": " ".join(row.evaluation.predictions.values()),
-            }
+            ended = {"not ended": group.not_ended, "unknown": group.unknown}
+            of_model = facts | ended | {"predictions": predictions}
             for system, found in group.systems.items():
-                is_common = system in {"copy", "start"}  # the same for each seed
-                if is_common and (system, group.split) in shown:
-                    continue
-                shown.add((system, group.split))
-                name = f"{row.contender}, seed {row.seed}"
-                yield {
-                    "system": SYSTEMS[system] if is_common else name if system == "model" else f"{name}, {system}",
-                    "split": group.split,
-                    "pairs": group.pairs,
-                    **{shown: _interval(found, name) for name, shown in _METRICS.items() if name in found},
-                    **(of_model if system == "model" else {}),
-                }
+                own = row.label if system == "model" else f"{row.label}, {system}"
+                shown = SYSTEMS[system] if system in _SAME_FOR_ALL else own
+                figures: dict[str, Figure] = {"system": shown, "split": group.split, "pairs": group.pairs}
+                figures |= {title: _interval(found[name]) for name, title in _METRICS.items() if name in found}
+                table.setdefault((shown, group.split), figures | (of_model if system == "model" else {}))
+    return list(table.values())
 
 
-def _interval(found: dict[str, Any], name: str) -> str:
-    metric = found[name]
+def _interval(metric: Metric) -> str:
     return f"{metric.value:.2f}" + (f" ({metric.low:.2f} to {metric.high:.2f})" if metric.low is not None else "")
 
 
 def _examples(rows: Sequence[TaskRow]) -> Iterator[dict[str, Figure]]:
     """Yield the first examples of the evaluations, which are of the same pairs."""
-    evaluated = {f"{row.contender}, seed {row.seed}": row.evaluation for row in rows if row.evaluation}
+    evaluated = {row.label: row.evaluation for row in rows if row.evaluation}
     of_all = zip(*(each.examples[:_SHOWN_EXAMPLES] for each in evaluated.values()), strict=True)
     for examples in of_all:
         hypotheses = dict(zip(evaluated, (each.hypothesis for each in examples), strict=True))
@@ -334,7 +327,7 @@ def _examples(rows: Sequence[TaskRow]) -> Iterator[dict[str, Figure]]:
 def _notes(task: Task, rows: Sequence[TaskRow]) -> str:
     spec, text, counts = task.comparison.spec, task.text, task.pairs.counts
     signatures = next((row.evaluation.signatures for row in rows if row.evaluation), {})
-    losses = {f"{row.contender}, seed {row.seed}": row.losses for row in rows}
+    losses = {row.label: row.losses for row in rows}
     return (
         f"{text.optimizer.num_steps} steps of {text.optimizer.global_batch_sequences} rows of text; "
         f"{spec.optimizer.num_steps} steps of {spec.optimizer.global_batch_sequences} rows of pairs "

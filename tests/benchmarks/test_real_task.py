@@ -1,15 +1,18 @@
-"""A model is pre-trained, fine-tuned and measured beside one from scratch; a second command repeats nothing."""
+"""A model is pre-trained, fine-tuned and measured beside one from scratch, in time; a second command repeats none."""
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks import real_task
+from benchmarks import real_task, time_budget
 from benchmarks.measured_result import Result
-from benchmarks.real_task import TaskRow
+from benchmarks.real_task import Ending, TaskRow, saving_in_time
+from benchmarks.time_budget import OutOfTime, TimeBudget
 from t5train.data.vocabulary.sentencepiece_model import train
+from t5train.progress import silent
 from t5train.spec import TokenizerSpec
 
 TINY = {
@@ -23,9 +26,35 @@ TINY = {
     "cluster.accelerator": "cpu",
 }
 OF_PAIRS = {"pairs.input_tokens": 32, "pairs.target_tokens": 32, "evaluate.max_new_tokens": 4}
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_ranks")]
 
 
+@pytest.mark.parametrize("option", ["--set", "--text-set"])
+def test_a_setting_without_a_value_is_named_with_its_option(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = [f"--{name}=x" for name in ("text", "tokenizer", "root", "train", "validation", "test")]
+    monkeypatch.setattr(sys, "argv", ["real_task", "finetune_base", *needed, option, "model.preset"])
+    with pytest.raises(SystemExit, match=f"^{option} model.preset is not of the form part.key=value"):
+        real_task.main()
+
+
+def test_training_is_stopped_while_ranks_can_save_and_those_that_do_not_are_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time_budget, "_ENDING_SECONDS", 0.0)
+    budget = TimeBudget(0.2)
+
+    def train() -> None:
+        try:
+            saving_in_time(budget, silent)("steps", 1, 2)
+        finally:
+            time.sleep(10)  # as ranks that compile
+
+    with pytest.raises(OutOfTime) as ended:
+        train()
+    assert isinstance(ended.value.__context__, Ending)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_ranks")
 def test_both_are_measured_on_the_same_pairs_and_a_finished_part_is_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +84,8 @@ def test_both_are_measured_on_the_same_pairs_and_a_finished_part_is_not_repeated
     assert copied[0] == copied[1]
     assert "start" in pre_trained.evaluation.groups[0].systems, "it started from the model that was pre-trained"
     assert "start" not in scratch.evaluation.groups[0].systems
+    left = {each.name for row in (text_row, pre_trained, scratch) for each in (root / "runs" / row.run).iterdir()}
+    assert not [name for name in left if "checkpoints" in name or "weights" in name]
 
     monkeypatch.setattr(real_task, "_do", lambda *_: pytest.fail("done again"))
     assert real_task.main() == 0
