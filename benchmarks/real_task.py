@@ -34,7 +34,7 @@ from typing import NamedTuple
 from benchmarks.comparison import Comparison, compare, parser, result, settings_of
 from benchmarks.finished_rows import FinishedRow, FinishedRows
 from benchmarks.measured_result import Figure
-from benchmarks.time_budget import NOT_FINISHED, OutOfTime, TimeBudget
+from benchmarks.time_budget import NOT_FINISHED, Ending, OutOfTime
 from flows.cli.terminal import progress_display
 from flows.spec_from_recipe import resolve
 from infra.head.training_run import hold_ready_run, train_run
@@ -65,17 +65,11 @@ SCHEDULE = {
     "optimizer.final_learning_rate": "0",
 }
 """For so few steps that a model which has learned little is far from done: a recipe's rate is for a long run."""
-SAVING_SECONDS = 20.0
-"""Left when a training that does not end in time is told to save. Ranks that need longer are ended without."""
 _SPLITS = ("train", "validation", "test")
 _METRICS = {"bleu": "BLEU", "bleu_intl": "BLEU, intl", "chrf": "chrF", "exact_match": "exact match"}
 _SAME_FOR_ALL = ("copy", "start")
 """Systems whose predictions do not depend on what is trained."""
 _SHOWN_EXAMPLES = 8
-
-
-class Ending(BaseException):
-    """Time is running out. As this is no failure, ranks get time to save."""
 
 
 class TaskRow(FinishedRow):
@@ -256,26 +250,12 @@ def _exported(task: Task, spec: RunSpec, progress: Progress) -> Export:
         shards = build_shards(spec.shards, spec.corpus, task.corpus, task.tokenizer, root, progress)
     try:
         with hold_ready_run(spec) as run:
-            checkpoint = train_run(spec, shards, run, saving_in_time(task.comparison.budget, progress))
+            checkpoint = train_run(spec, shards, run, task.comparison.budget.until_saving(progress))
     except Ending:
         raise OutOfTime(f"{spec.run_name} was not trained to its end in time") from None
     out, start = folder / WEIGHTS, spec.model.start_from
     weights = consolidate(folder / CHECKPOINTS, out, tag=checkpoint.tag, start_from=start, progress=progress)
     return export(weights, task.tokenizer, folder / WITNESS_FOLDER, spec, folder / EXPORT, progress)
-
-
-def saving_in_time(budget: TimeBudget, progress: Progress) -> Progress:
-    """Return what shows the progress of training, and ends it shortly before its time is over.
-
-    The budget stays open: it ends ranks that do not save by then.
-    """
-
-    def report(what: str, done: int, total: int | None) -> None:
-        if budget.left < SAVING_SECONDS:
-            raise Ending
-        progress(what, done, total)
-
-    return report
 
 
 def _last_losses(file: Path) -> dict[str, float]:

@@ -6,13 +6,21 @@ import time
 from types import FrameType
 from typing import NoReturn
 
+from t5train.progress import Progress
+
 NOT_FINISHED = 3
 """Exit code of a command that stopped before its deadline, and continues when it is run again."""
+SAVING_SECONDS = 20.0
+"""Left when a training that does not end in time is told to save."""
 _ENDING_SECONDS = 10.0
 
 
 class OutOfTime(Exception):
     """The next measurement is not expected to end in time, or one did not."""
+
+
+class Ending(BaseException):
+    """Time is running out. As this is no failure, ranks get time to save."""
 
 
 class TimeBudget:
@@ -35,6 +43,19 @@ class TimeBudget:
         if seconds > self.left:
             left = max(0.0, self.left)
             raise OutOfTime(f"{what} is expected to take {seconds:.0f} s, but {left:.0f} s are left")
+
+    def until_saving(self, progress: Progress) -> Progress:
+        """Return what shows the progress of training, and raises Ending while there is time to save.
+
+        Ranks that do not save by the deadline are ended as all else is, by OutOfTime.
+        """
+
+        def report(what: str, done: int, total: int | None) -> None:
+            if self.left < SAVING_SECONDS:
+                raise Ending
+            progress(what, done, total)
+
+        return report
 
     def close(self) -> None:
         """Raise nothing from now on."""

@@ -2,17 +2,14 @@
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks import real_task, time_budget
+from benchmarks import real_task
 from benchmarks.measured_result import Result
-from benchmarks.real_task import Ending, TaskRow, saving_in_time
-from benchmarks.time_budget import OutOfTime, TimeBudget
+from benchmarks.real_task import TaskRow
 from t5train.data.vocabulary.sentencepiece_model import train
-from t5train.progress import silent
 from t5train.spec import TokenizerSpec
 
 TINY = {
@@ -34,23 +31,6 @@ def test_a_setting_without_a_value_is_named_with_its_option(option: str, monkeyp
     monkeypatch.setattr(sys, "argv", ["real_task", "finetune_base", *needed, option, "model.preset"])
     with pytest.raises(SystemExit, match=f"^{option} model.preset is not of the form part.key=value"):
         real_task.main()
-
-
-def test_training_is_stopped_while_ranks_can_save_and_those_that_do_not_are_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(time_budget, "_ENDING_SECONDS", 0.0)
-    budget = TimeBudget(0.2)
-
-    def train() -> None:
-        try:
-            saving_in_time(budget, silent)("steps", 1, 2)
-        finally:
-            time.sleep(10)  # as ranks that compile
-
-    with pytest.raises(OutOfTime) as ended:
-        train()
-    assert isinstance(ended.value.__context__, Ending)
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks import time_budget
 from benchmarks.measured_conditions import code_digest, commit
-from benchmarks.time_budget import OutOfTime, TimeBudget
+from benchmarks.time_budget import Ending, OutOfTime, TimeBudget
+from t5train.progress import silent
 
 
 def test_what_would_not_end_in_time_is_refused() -> None:
@@ -29,6 +30,23 @@ def test_a_measurement_that_takes_longer_than_expected_is_interrupted(monkeypatc
     with pytest.raises(OutOfTime, match="in progress"):
         time.sleep(30)
     budget.close()
+
+
+def test_training_is_stopped_while_ranks_can_save_and_those_that_do_not_are_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time_budget, "_ENDING_SECONDS", 0.0)
+    budget = TimeBudget(0.2)
+
+    def train() -> None:
+        try:
+            budget.until_saving(silent)("steps", 1, 2)
+        finally:
+            time.sleep(10)  # as ranks that compile
+
+    with pytest.raises(OutOfTime) as ended:
+        train()
+    assert isinstance(ended.value.__context__, Ending)
 
 
 def test_a_change_of_code_changes_its_digest_and_one_of_documents_does_not(tmp_path: Path) -> None:
