@@ -50,7 +50,7 @@ from t5train.files.run_folder import CHECKPOINTS, EXPORT, METRICS, WEIGHTS, WITN
 from t5train.inference.evaluation.export_evaluation import evaluate_export
 from t5train.progress import Progress
 from t5train.records import metrics
-from t5train.records.evaluation_metrics import SYSTEMS, EvaluationMetrics, Metric, recorded_metrics, weights_of
+from t5train.records.evaluation_metrics import SYSTEMS, EvaluationMetrics, recorded_metrics, weights_of
 from t5train.records.stage_records import Corpus, Export, Pairs, TokenizerFiles
 from t5train.release.export import export
 from t5train.spec import RunSpec
@@ -286,13 +286,9 @@ def _table(rows: Sequence[TaskRow]) -> list[dict[str, Figure]]:
                 own = row.label if system == "model" else f"{row.label}, {system}"
                 shown = SYSTEMS[system] if system in _SAME_FOR_ALL else own
                 figures: dict[str, Figure] = {"system": shown, "split": group.split, "pairs": group.pairs}
-                figures |= {title: _interval(found[name]) for name, title in _METRICS.items() if name in found}
+                figures |= {title: found[name].with_interval for name, title in _METRICS.items() if name in found}
                 table.setdefault((shown, group.split), figures | (of_model if system == "model" else {}))
     return list(table.values())
-
-
-def _interval(metric: Metric) -> str:
-    return f"{metric.value:.2f}" + (f" ({metric.low:.2f} to {metric.high:.2f})" if metric.low is not None else "")
 
 
 def _examples(rows: Sequence[TaskRow]) -> Iterator[dict[str, Figure]]:

@@ -34,6 +34,11 @@ class Metric(_Part):
     low: float | None = None
     high: float | None = None
 
+    @property
+    def with_interval(self) -> str:
+        """The value and its interval, as tables show them."""
+        return f"{self.value:.2f}" + ("" if self.low is None else f" ({self.low:.2f} to {self.high:.2f})")
+
 
 class GroupMetrics(_Part):
     """The metrics of a task in a split, by system and name. ``task`` is None for all tasks of several together."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from t5train.data.samples.mixture import rates
 from t5train.quantities import quantity
-from t5train.records.evaluation_metrics import SYSTEMS, EvaluationMetrics, GroupMetrics, Metric
+from t5train.records.evaluation_metrics import SYSTEMS, EvaluationMetrics, GroupMetrics
 from t5train.records.metrics import of_task
 from t5train.records.witness import TrainedModel, Witness
 from t5train.release.card_sections import Words, cell, languages, licence
@@ -188,11 +188,7 @@ def _score_rows(group: GroupMetrics, columns: Sequence[str]) -> Iterator[tuple[s
     task = "all" if group.task is None else code(group.task)
     for system, what in SYSTEMS.items():
         if (metrics := group.systems.get(system)) is not None:
-            yield group.split, task, what, *(_with_interval(metrics[name]) for name in columns)
-
-
-def _with_interval(metric: Metric) -> str:
-    return f"{metric.value:.2f}" + ("" if metric.low is None else f" ({metric.low:.2f} to {metric.high:.2f})")
+            yield group.split, task, what, *(metrics[name].with_interval for name in columns)
 
 
 def _remarks(evaluation: EvaluationMetrics) -> Iterator[str]:
