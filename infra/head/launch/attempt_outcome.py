@@ -14,6 +14,7 @@ from infra.head.launch.verdict import Evidence, Hops, verdict
 from infra.head.stop_signal import stopping_line, undisturbed
 from infra.node.attempts import attempt
 from infra.node.attempts.agent_messages import Order
+from infra.node.attempts.exit_record import Cause
 from t5train.errors import HostLost, T5TrainError
 
 _LOOK_SECONDS = 0.5
@@ -107,8 +108,14 @@ class ClusterWatch:
             if not self._supervision.has_obeyed(host)
         ]
         of_ranks = evidence_of(self.this, len(self._supervision.ranks), self._supervision.gone, self._is_launcher_first)
-        of_hosts = [*self._supervision.evidence, *self._supervision.of_head, *silent]
+        of_hosts = [*self._supervision.evidence, *self._of_head(), *silent]
         return verdict([*of_hosts, *of_ranks], self.this.hosts or {})
+
+    def _of_head(self) -> list[Evidence]:
+        """That the head did not run, if it ended ranks. It does not if the hosts were suspended with the head."""
+        records = map(self.this.exit_record, self._supervision.ranks)
+        has_ended = any(record is not None and record.cause == Cause.HEAD for record in records)
+        return self._supervision.of_head if has_ended else []
 
     def _look(self) -> None:
         self._supervision.look(_LOOK_SECONDS)

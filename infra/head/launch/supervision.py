@@ -73,7 +73,7 @@ class Supervision:
         self.evidence = list[Evidence]()
         """Of failures that the exit records do not show, such as a lost host."""
         self.of_head = list[Evidence]()
-        """That this process did not run for longer than the lease. Ranks that have finished before have not failed."""
+        """That this process did not run for longer than the lease, which need not have ended any rank."""
         self.num_saved = 0
         """How many sidecars hosts have reported that their ranks wrote to the hosts' own disks."""
         self._may_end = False

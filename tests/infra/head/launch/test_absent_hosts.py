@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from queue import Empty
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 from unittest.mock import Mock
 
 import pytest
@@ -19,7 +19,7 @@ from infra.head.launch.supervision import Supervision
 from infra.node.attempts import attempt
 from infra.node.attempts.agent_messages import RankEnded, RankError
 from infra.node.attempts.exit_record import Cause, ExitRecord
-from t5train.errors import HostLost, Preempted, T5TrainError
+from t5train.errors import HostLost, LaunchError, Preempted, RankKilled, T5TrainError
 
 HOSTS = {"a": (0,), "b": (0,)}
 LEASE_SECONDS = 60.0
@@ -58,27 +58,34 @@ def test_a_head_that_was_stopped_reads_what_arrived_meanwhile_before_a_host_coun
     assert supervised.lost == ["b"]
 
 
-@pytest.mark.parametrize("have_finished", [True, False])
-def test_a_head_that_was_stopped_for_longer_than_the_lease_is_the_cause_unless_ranks_had_finished(
-    supervised: Supervision, monkeypatch: pytest.MonkeyPatch, have_finished: bool
+@pytest.mark.parametrize(
+    ("ended", "kind", "message"),
+    [
+        ((0, Cause.EXITED, "exited"), type(None), "None"),
+        (
+            (-9, Cause.HEAD, "no message from the head for 60 s"),
+            LaunchError,
+            r"the head did not run for 61 s.*lease_seconds \(60 s\).*SIGSTOP",
+        ),
+        ((-9, Cause.EXITED, "exited"), RankKilled, "rank 0 of 2 on a was killed by SIGKILL"),
+    ],
+)
+def test_a_head_that_was_stopped_for_longer_than_the_lease_is_the_cause_if_ranks_ended_for_that_reason(
+    supervised: Supervision, monkeypatch: pytest.MonkeyPatch, ended: Any, kind: type, message: str
 ) -> None:
     supervised.close()
     monkeypatch.setattr(supervised, "_closed", Mock(wait=Mock(side_effect=[False, True])))
     seconds = count(0.0, LEASE_SECONDS + 1)
     monkeypatch.setattr(supervision, "_clock", lambda: next(seconds))
     supervised._renew()
-    ended = (0, Cause.EXITED, "exited") if have_finished else (-9, Cause.HEAD, "no message from the head for 60 s")
     for rank, host in enumerate(HOSTS):
         record = ExitRecord(attempt.rank_name(rank), *ended, "then", attempt.now(), host)
         supervised._news.put((host, time.monotonic(), RankEnded(record)))
     supervised.look(0)
     failure = ClusterWatch(supervised, Mock(), Mock(), lambda: None).failure()
-    if have_finished:
-        assert failure is None
-    else:
-        assert failure is not None
-        assert re.search(r"the head did not run for 61 s.*lease_seconds \(60 s\).*SIGSTOP", str(failure))
-        assert failure.hosts == ()
+    assert type(failure) is kind
+    assert re.search(message, str(failure))
+    assert getattr(failure, "hosts", ()) == (("a",) if kind is RankKilled else ())
 
 
 def failure_without_answer_of_b(supervised: Supervision, monkeypatch: pytest.MonkeyPatch) -> T5TrainError | None:
