@@ -111,7 +111,7 @@ def _without(nodes: Nodes, lost: Mapping[str, HostError]) -> Nodes:
     for error in lost.values():
         if not error.is_transient:
             raise error
-    others_predict(nodes.hosts, lost, lost.values())
+    others_predict(nodes.hosts, lost, dict.fromkeys(lost.values()))
     return nodes.on(*(host for host in nodes.hosts if host not in lost))
 
 
@@ -159,6 +159,8 @@ def _staged_on_all(nodes: Nodes, model: Path, folder: Path, progress: Progress) 
         try:
             return nodes, _stage(nodes, model, folder, progress)
         except HostError as error:
+            if not error.hosts:  # which host to do without is not known
+                raise
             nodes = _without(nodes, dict.fromkeys(error.hosts, error))
 
 

@@ -217,6 +217,17 @@ def test_a_host_that_is_lost_before_it_has_the_model_does_not_keep_the_others_fr
     assert said.startswith("b: the connection was lost")
 
 
+def test_an_error_of_staging_that_names_no_host_ends_the_prediction_and_one_of_two_hosts_is_logged_once(
+    jobs: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = [HostUnreachable("a and b were lost", ["a", "b"]), HostUnreachable("a host was lost")]
+    monkeypatch.setattr(hosts_predictor, "_stage", Mock(side_effect=errors))
+    workers = HostsPredictor(Nodes(Silent(), ("a", "b", "c")), dict.fromkeys("abc", (0,)), "cpu", 60, silent)
+    with pytest.raises(HostUnreachable, match=r"^a host was lost$"):
+        list(workers("", jobs, int))
+    assert caplog.messages == ["a and b were lost. The other hosts predict its parts"]
+
+
 def test_the_hosts_of_an_evaluation_are_its_own_and_reached_as_those_that_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
