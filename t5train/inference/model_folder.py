@@ -230,11 +230,18 @@ class ModelFolder(NamedTuple):
 
     def _require_unchanged(self) -> None:
         now = _stamps(self.path)
-        if changed := sorted(name for name in {*now, *self.stamps} if now.get(name) != self.stamps.get(name)):
+        if changed := sorted(name for name in {*now, *self.stamps} if self._has_changed(name, now.get(name))):
             raise DigestMismatch(
                 f"{self.path / changed[0]} was changed while the model was loaded, so parts of two models may have "
                 "been read. Start again when the folder is complete"
             )
+
+    def _has_changed(self, name: str, now: FileStamp | None) -> bool:
+        """Whether a file was written, added or removed; of one with a digest, new links or permissions do not count."""
+        before = self.stamps.get(name)
+        if now is not None and before is not None and name in self.recorded:
+            now = now._replace(changed_ns=before.changed_ns)
+        return now != before
 
     @contextmanager
     def _verifying_weights(self) -> Iterator[None]:

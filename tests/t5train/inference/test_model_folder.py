@@ -183,6 +183,21 @@ def test_files_of_two_models_are_not_mixed(make_published: MakeModel) -> None:
         opened.load("cpu")
 
 
+def test_files_may_be_linked_and_get_other_permissions_while_a_model_with_digests_is_loaded(
+    make_published: MakeModel, tmp_path: Path
+) -> None:
+    folder = make_published()
+    opened = ModelFolder.open(folder).digested()
+    for name in opened.recorded:
+        (tmp_path / name).hardlink_to(folder / name)
+        (folder / name).chmod(0o400)
+    opened.load("cpu")
+    (folder / "config.json").chmod(0o600)
+    (folder / "config.json").write_bytes((folder / "config.json").read_bytes())
+    with pytest.raises(DigestMismatch, match=r"config\.json was changed while the model was loaded"):
+        opened.load("cpu")
+
+
 def test_the_digests_of_a_model_are_those_of_all_its_weights(make_published: MakeModel) -> None:
     folder = make_published()
     weights = {each.name for each in folder.glob("*.safetensors")}
