@@ -53,7 +53,7 @@ class Fault:
     wrong: Wrong = lambda _stage: nullcontext()
     exit_code: int = LaunchError.exit_code
     blames: tuple[str, ...] | None = None
-    """The hosts that the last failure in the run's record must count against; None if the run records none."""
+    """The hosts that the one failure that the run records must count against; None: its record is not checked."""
     command: str = "train"
     """``run`` repeats a failed attempt."""
     settings: tuple[str, ...] = ()
@@ -80,12 +80,17 @@ def signalled(host: str, program: str, number: signal.Signals) -> Strike:
     """Send a signal to one of the run's programs on a host."""
 
     def strike(runner: ClusterRunner, _: Started) -> None:
-        found = pids(runner, host, program)
-        assert found, f"no {program} on {host}: {runner.cluster.processes(host)}"
-        for pid in found:
-            os.kill(pid, number)
+        signal_all(runner, host, program, number)
 
     return strike
+
+
+def signal_all(runner: ClusterRunner, host: str, program: str, number: signal.Signals) -> None:
+    """Send a signal to all processes of a program on a host. Raises AssertionError if there are none."""
+    found = pids(runner, host, program)
+    assert found, f"no {program} on {host}: {runner.cluster.processes(host)}"
+    for pid in found:
+        os.kill(pid, number)
 
 
 def pids(runner: ClusterRunner, host: str, program: str) -> list[int]:

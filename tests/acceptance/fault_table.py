@@ -88,7 +88,8 @@ def inject(runner: ClusterRunner, fault: Fault, run_name: str | None = None, pac
     ``run_name`` may be a run that an earlier fault has ended, which then resumes. The default is the fault's own run.
     """
     run_name = run_name or fault.run
-    steps_before = last_step(runner.root / fault.root / "runs" / run_name)
+    folder = runner.root / fault.root / "runs" / run_name
+    steps_before, failures_before = last_step(folder), len(_failures(folder))
     with fault.wrong(runner):
         others = runner.processes()
         runner.cluster.set_rate("node0", pace.rate)
@@ -105,12 +106,18 @@ def inject(runner: ClusterRunner, fault: Fault, run_name: str | None = None, pac
             fault.strike(runner, run)
         ended, ranks_gone_at = _follow(runner, fault, run, run_name)
         if fault.blames is not None:
-            last = json.loads((run.run_folder / FAILURES).read_text("utf-8").splitlines()[-1])
-            assert last["hosts"] == list(fault.blames), last
+            new = _failures(folder)[failures_before:]
+            assert [each["hosts"] for each in new] == [list(fault.blames)], new
         left = runner.left(others, ALLOWED_SECONDS)
         runner.cluster.set_rate("node0", None)
     message = ended.message.replace(str(runner.root), "{root}")
     return Outcome(fault, ranks_gone_at - at, ended.at - at, ended.exit_code, message, left)
+
+
+def _failures(run_folder: Path) -> list[Any]:
+    """The failures that are recorded of a run."""
+    record = run_folder / FAILURES
+    return [json.loads(line) for line in record.read_text("utf-8").splitlines()] if record.exists() else []
 
 
 def final_weights(runner: ClusterRunner, fault: Fault, run_name: str | None = None) -> Any:
@@ -168,6 +175,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS], metavar="FAULT")
     parser.add_argument("--into", type=Path, help="replace the table in this document")
     chosen = parser.parse_args()
+    if not DEVICE.exists() and chosen.into:
+        parser.error(f"--into would remove the rows of a root that hangs: {DEVICE} does not exist. Load fuse")
     if not DEVICE.exists():
         print(f"Faults of a root that hangs are left out: {DEVICE} does not exist.")
     with staged() as runner:

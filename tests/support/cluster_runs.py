@@ -31,6 +31,8 @@ SETTINGS: dict[str, Any] = {
 }
 # The number of threads fixes the order of summation within a rank. The default is the number of the host's cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+SSHD = ("sshd:", "sshd-session:")
+"""How the titles of sshd's processes begin; the second is that of a connection since OpenSSH 9.8."""
 LEFT_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 
@@ -116,7 +118,7 @@ class ClusterRunner:
     def processes(self) -> list[tuple[str, Process]]:
         """Processes on all hosts, except sshd, which keeps its end of a connection that was cut."""
         processes = ((host, process) for host in self.cluster.hosts for process in self.cluster.processes(host))
-        return [found for found in processes if not found[1].argv[0].startswith("sshd:")]
+        return [found for found in processes if not found[1].argv[0].startswith(SSHD)]
 
     def left(self, others: Sequence[tuple[str, Process]] = (), seconds: float = LEFT_SECONDS) -> list[str]:
         """Processes, except ``others``, that are still running on any host after some seconds; returns early if none.
