@@ -48,7 +48,8 @@ def test_a_head_that_was_stopped_reads_what_arrived_meanwhile_before_a_host_coun
         stopped_seconds.append(2 * LEASE_SECONDS)
         raise Empty
 
-    monkeypatch.setattr(supervision, "time", SimpleNamespace(monotonic=lambda: own_clock() + sum(stopped_seconds)))
+    clock = {"monotonic": lambda: own_clock() + sum(stopped_seconds)}
+    monkeypatch.setattr(supervision, "time", SimpleNamespace(**vars(time) | clock))  # another thread uses it, too
     monkeypatch.setattr(supervised, "_news", SimpleNamespace(get=stopped))
     supervised.look(0)
     assert not supervised.silent
