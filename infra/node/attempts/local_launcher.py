@@ -5,7 +5,8 @@
     python -m infra.node.attempts.local_launcher --ranks=N --master_port=N ATTEMPT_FOLDER PROGRAM [ARGUMENT...]
 
 DeepSpeed's launcher would first import torch and DeepSpeed, which takes seconds before each start. When a guard fails,
-or at SIGTERM or SIGINT, the others are told to end their ranks. Exits with 0 if all guards do. Standard library only.
+or at SIGTERM or SIGINT, the others are told to end their ranks. Exits with 0 if all guards do and no signal came.
+Standard library only.
 
 On accelerators other than GPUs, DeepSpeed's launcher sets that kind's own variable of visible devices. Here, a rank
 finds its device by LOCAL_RANK alone.
@@ -27,10 +28,13 @@ _STOPPED = 1
 
 
 def launch(num_ranks: int, port: int, guarded: list[str]) -> int:
-    """Run a guard for each rank until all have ended; returns the exit code of the first that failed, or else 0."""
+    """Run a guard for each rank until all have ended; a signal to this process tells all of them to end their ranks.
+
+    Returns the exit code of the first guard that failed, 1 after a signal, or else 0.
+    """
     argv = [sys.executable, "-u", "-m", process_guard.MODULE, *guarded]
-    guards = [subprocess.Popen(argv, env=os.environ | variables_of(rank, num_ranks, port)) for rank in range(num_ranks)]
-    running, code = {guard.pid for guard in guards}, 0
+    guards = list[subprocess.Popen[bytes]]()  # kept, as Python itself would wait for a guard that nothing refers to
+    running, code = set[int](), 0
 
     def end_all() -> None:
         for pid in running:
@@ -44,6 +48,13 @@ def launch(num_ranks: int, port: int, guarded: list[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+    for rank in range(num_ranks):
+        if code:
+            break
+        guards.append(subprocess.Popen(argv, env=os.environ | variables_of(rank, num_ranks, port)))
+        running.add(guards[-1].pid)
+    if code:
+        end_all()  # again: the signal may have come while the last guard was being started
     while running:
         pid, status = os.wait()
         running.discard(pid)

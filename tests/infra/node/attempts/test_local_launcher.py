@@ -1,4 +1,5 @@
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -37,3 +38,24 @@ def test_ranks_get_the_variables_that_deepspeeds_launcher_gives_them(monkeypatch
     launch.main()
     added = [{name: value for name, value in environment.items() if name not in own} for environment in given]
     assert added == [variables_of(rank, RANKS, 29500) for rank in range(RANKS)]
+
+
+STOPPED_WHILE_IT_STARTS = """
+import os, signal, subprocess, sys
+from infra.node.attempts import local_launcher
+
+class Guard(subprocess.Popen):
+    def __init__(self, _argv, env):
+        super().__init__([sys.executable, "-c", "import time; time.sleep(600)"])
+        print("started", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+subprocess.Popen = Guard
+sys.exit(local_launcher.launch(2, 29500, []))
+"""
+
+
+def test_a_signal_while_guards_are_started_ends_those_that_are_and_starts_no_others() -> None:
+    command = [sys.executable, "-c", STOPPED_WHILE_IT_STARTS]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (1, "started\n"), ended.stderr
