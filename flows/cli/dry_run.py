@@ -339,7 +339,7 @@ def _hosts(spec: RunSpec) -> dict[str, str]:
 
 def _launch_command(spec: RunSpec) -> list[str]:
     if spec.cluster.hostfile is None:
-        return command(launch_spec(spec), spec.run_folder / ATTEMPTS / "NNNN")
+        return command(launch_spec(spec, lambda *_: None), spec.run_folder / ATTEMPTS / "NNNN")
     hosts, run_id = read_hosts(spec.cluster), f"{spec.run_name}-NNNN-ID"
     on_nodes = node_path("attempts", run_id)
     program = (

@@ -147,8 +147,12 @@ class _Training:
         self.run.require_held()
         self.report.report()
 
-    def _write_job(self, attempt_folder: Path) -> Path:
-        return resume.write_job(self.spec, self.shards, attempt_folder, self.progress)
+    def _write_job(self, attempt_folder: Path, look: Callable[[], None] = lambda: None) -> Path:
+        def progress(what: str, done: int, total: int | None) -> None:
+            look()
+            self.progress(what, done, total)
+
+        return resume.write_job(self.spec, self.shards, attempt_folder, progress)
 
     def _on_hosts(self) -> ClusterLaunchSpec:
         spec, shards = self.spec, self.shards
@@ -181,7 +185,7 @@ def _is_replaced(spec: RunSpec, run: HeldRun, host: str) -> bool:
     return host not in training_hosts(spec, run.running_hosts, run.silent_hosts).names
 
 
-def launch_spec(spec: RunSpec, write_job: Callable[[Path], object] = lambda _folder: None) -> LaunchSpec:
+def launch_spec(spec: RunSpec, write_job: Callable[[Path, Callable[[], None]], object]) -> LaunchSpec:
     """Return the settings of a launch on this machine, where ranks import while ``write_job`` verifies a checkpoint."""
     import_seconds = str(spec.cluster.deadlines.start_seconds)
     return LaunchSpec(

@@ -22,7 +22,7 @@ from t5train.errors import DigestMismatch, IncompleteCheckpoint
 from t5train.files.presence import file_size, is_folder, names_in
 from t5train.files.run_folder import require_listed, tag_of
 from t5train.host_resources import num_cores
-from t5train.progress import Progress, silent
+from t5train.progress import Progress, adding, relayed, silent
 from t5train.records.digests import FileDigest, verify_file
 from t5train.records.witness import WITNESS_FILES
 
@@ -65,13 +65,18 @@ def require_best(checkpoints: Path, of: Sidecar, progress: Progress = silent) ->
 
 
 def _verify(folder: Path, files: Mapping[str, FileDigest], progress: Progress) -> None:
-    """Verify files against their digests, one file per core at a time."""
-    total, done = sum(digest.size for digest in files.values()), 0
-    with ThreadPoolExecutor(num_cores()) as threads:
-        verified = threads.map(verify_file, [folder / name for name in files], files.values())
-        for digest, _ in zip(files.values(), verified, strict=True):
-            done += digest.size
-            progress("checkpoint bytes verified", done, total)
+    """Verify files against their digests, one file per core at a time.
+
+    An exception that a signal or ``progress`` raises ends this at once, however large the files are.
+    """
+
+    def verify(told: Progress) -> None:
+        advance = adding(told, "checkpoint bytes verified", sum(digest.size for digest in files.values()))
+        with ThreadPoolExecutor(num_cores()) as threads:
+            for _ in threads.map(lambda name: verify_file(folder / name, files[name], advance), files):
+                pass
+
+    relayed(verify, progress, "verifying a checkpoint")
 
 
 def complete_tags(checkpoints: Path) -> list[str]:

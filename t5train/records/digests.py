@@ -133,8 +133,10 @@ class FileStamp(NamedTuple):
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
-def verify_file(path: Path, expected: FileDigest | SafetensorsDigest) -> None:
-    """Compare a file with its recorded size and digest.
+def verify_file(
+    path: Path, expected: FileDigest | SafetensorsDigest, advance: Callable[[int], object] = lambda _size: None
+) -> None:
+    """Compare a file with its recorded size and digest. For ``advance``, see ``digest_file``.
 
     Raises DigestMismatch if it is missing or differs, and Unreadable if it cannot be read now.
     """
@@ -150,7 +152,7 @@ def verify_file(path: Path, expected: FileDigest | SafetensorsDigest) -> None:
                     f"{path} has {quantity(found.st_size, 'byte')}, but {expected.size:,} were recorded: restore it or "
                     "make it again"
                 )
-            digest = digest_file(path) if isinstance(expected, FileDigest) else digest_safetensors(path)
+            digest = digest_file(path, advance) if isinstance(expected, FileDigest) else digest_safetensors(path)
     except ABSENT:
         raise DigestMismatch(
             f"{path} is missing; {quantity(expected.size, 'byte')} should be there: restore it or make it again"
@@ -159,14 +161,15 @@ def verify_file(path: Path, expected: FileDigest | SafetensorsDigest) -> None:
         raise DigestMismatch(f"{path} has {digest}, but {expected} was recorded: restore it or make it again")
 
 
-def digest_file(path: Path) -> FileDigest:
-    """Size and sha256 of a file, read once in bounded memory."""
+def digest_file(path: Path, advance: Callable[[int], object] = lambda _size: None) -> FileDigest:
+    """Size and sha256 of a file, read once in bounded memory. ``advance`` gets the size of each part that was read."""
     digest, size = hashlib.sha256(), 0
     with naming(path), open(path, "rb", buffering=0) as file:
         buffer = memoryview(bytearray(_CHUNK_BYTES))
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             size += count
+            advance(count)
     return FileDigest(size=size, sha256=digest.hexdigest())
 
 

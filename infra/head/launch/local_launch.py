@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from infra.head.launch.rank_evidence import evidence_of
@@ -49,7 +50,8 @@ class LaunchSpec:
 
     program: Callable[[Path], tuple[str, ...]]
     """Called with the attempt's folder; returns the arguments of the Python interpreter for every rank, such as
-    ``("-m", "t5train.train", "--spec", "{folder}/spec.json")``. Called once, just before the start."""
+    ``("-m", "t5train.train", "--spec", "{folder}/spec.json", "--await-spec", "600")``. Called once, just before the
+    start."""
     run_folder: Path
     num_ranks: int
     accelerator: str | None = None
@@ -64,9 +66,10 @@ class LaunchSpec:
     so they are not shown."""
     operators: tuple[str, ...] = ()
     """DeepSpeed's compiled operators that ranks load."""
-    prepare: Callable[[Path], object] = lambda _folder: None
+    prepare: Callable[[Path, Callable[[], None]], object] = lambda _folder, _look: None
     """Called with the attempt's folder once the launcher is started: ranks import meanwhile, and wait for what it
-    writes. If it raises an error, they are ended."""
+    writes. If it raises an error, they are ended. It must often call its second argument, which raises an exception if
+    a rank has failed or all are to stop."""
 
 
 def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Attempt:
@@ -138,7 +141,8 @@ def _start(this: Attempt, argv: list[str], environment: Mapping[str, str]) -> su
 def _supervise(this: Attempt, spec: LaunchSpec, launcher: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> bool:
     """Write what the ranks wait for, watch them until they end, and end what is left; returns whether all succeeded."""
     try:
-        spec.prepare(this.folder)
+        with suppress(_Decided):  # then that is found again
+            spec.prepare(this.folder, partial(_require_undecided, this, spec.num_ranks, launcher))
         return _watch(this, spec.num_ranks, launcher, on_tick)
     except BaseException as error:
         if is_stop(error) and not _stop(this, spec.num_ranks, launcher):
@@ -159,6 +163,15 @@ def _watch(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes], on_
     if succeeded:
         _await(launcher)
     return succeeded
+
+
+class _Decided(Exception):
+    """Raised inside ``LaunchSpec.prepare`` if ranks do not need what it prepares."""
+
+
+def _require_undecided(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -> None:
+    if this.is_stop_ordered or _outcome(this, num_ranks, launcher) is not None:
+        raise _Decided
 
 
 def _outcome(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -> bool | None:

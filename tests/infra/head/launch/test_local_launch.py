@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -18,7 +19,7 @@ from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.exit_record import Cause
 from infra.node.attempts.run_lock import run_lock
 from infra.node.attempts.shared_memory import SEGMENTS
-from t5train.errors import LaunchError, RunLocked, SpecError, StorageError
+from t5train.errors import LaunchError, Preempted, RunLocked, SpecError, StorageError
 from t5train.files.locks import try_lock
 from tests.infra.conftest import Start, Survivors, Until
 from tests.support.guarded_ranks import HANG_SECONDS, SAVING_SLOWLY, end_saves, saves
@@ -51,6 +52,13 @@ from infra.node.attempts.run_lock import run_lock
 folder = Path(sys.argv[1])
 with run_lock(folder / "run"):
     launch(LaunchSpec(lambda _folder: (str(folder / "rank.py"), str(folder)), folder / "run", 2, "cpu"))
+"""
+
+SAVING = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit('saved')))
+print('ready', flush=True)
+time.sleep(600)
 """
 
 
@@ -112,7 +120,7 @@ def test_no_process_but_the_ranks_own_imports_torch(
 def test_ranks_start_while_their_job_is_prepared_and_are_ended_if_that_fails(
     tmp_path: Path, until: Until, survivors: Survivors
 ) -> None:
-    def prepare(folder: Path) -> None:
+    def prepare(folder: Path, _look: Callable[[], None]) -> None:
         until(lambda: [attempt.read(folder).log(rank).exists() for rank in RANKS] == [True, True])
         raise StorageError("the checkpoint cannot be read")
 
@@ -125,7 +133,7 @@ def test_a_head_that_is_stopped_while_it_prepares_the_job_leaves_no_rank_that_wa
     tmp_path: Path, start: Start, until: Until, survivors: Survivors
 ) -> None:
     spec(tmp_path, "import time; print('ready', flush=True); time.sleep(600)")
-    head = start("-c", HEAD.replace('2, "cpu"', '2, "cpu", prepare=lambda _: time.sleep(600)'), str(tmp_path))
+    head = start("-c", HEAD.replace('2, "cpu"', '2, "cpu", prepare=lambda *_: time.sleep(600)'), str(tmp_path))
     until(lambda: ready(tmp_path) or head.poll() is not None)
     head.terminate()
     assert head.wait(HANG_SECONDS) == -signal.SIGTERM
@@ -135,6 +143,22 @@ def test_a_head_that_is_stopped_while_it_prepares_the_job_leaves_no_rank_that_wa
         (-signal.SIGTERM, Cause.REQUESTED)
     ] * 2
     assert "the rank saved no checkpoint" in (tmp_path / "output.txt").read_text()
+
+
+@pytest.mark.parametrize("end", ["a rank fails", "all are to stop"])
+def test_the_job_is_not_prepared_to_its_end_for_ranks_that_fail_or_are_to_stop(
+    tmp_path: Path, until: Until, survivors: Survivors, end: str
+) -> None:
+    def prepare(folder: Path, look: Callable[[], None]) -> None:
+        until(lambda: [attempt.read(folder).log(rank).exists() for rank in RANKS] == [True, True])
+        (folder.parents[2] / "fail").touch() if end == "a rank fails" else attempt.read(folder).order_stop()
+        until(look)  # returns None until it raises
+
+    program = "import os, sys, time\nwhile os.environ['RANK'] == '0' or not os.path.exists(sys.argv[1] + '/fail'):\n"
+    failed, said = (LaunchError, "rank 1 of 2") if end == "a rank fails" else (Preempted, "saved no checkpoint")
+    with pytest.raises(failed, match=said):
+        launch(replace(spec(tmp_path, program + "    time.sleep(0.02)\nsys.exit('no more')"), prepare=prepare))
+    assert survivors(newest(tmp_path).run_id) == set()
 
 
 @pytest.mark.slow
@@ -222,12 +246,23 @@ def victim_pid(tmp_path: Path, victim: str) -> int:
 
 
 @pytest.mark.slow
+def test_sigterm_to_the_launcher_gives_all_ranks_time_to_save(
+    tmp_path: Path, start: Start, until: Until, survivors: Survivors
+) -> None:
+    head = started(tmp_path, SAVING, start, until)
+    os.kill(victim_pid(tmp_path, "launcher"), signal.SIGTERM)
+    assert head.wait(HANG_SECONDS) == 1
+    assert [newest(tmp_path).log(rank).read_text() for rank in RANKS] == ["ready\nsaved\n"] * 2
+    assert "errors.Preempted: " in (tmp_path / "output.txt").read_text()
+    assert survivors(newest(tmp_path).run_id) == set()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_gives_ranks_time_to_save_before_the_head_ends_by_it(
     tmp_path: Path, start: Start, until: Until, survivors: Survivors, number: signal.Signals
 ) -> None:
-    saving = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit('saved')))\n"
-    head = started(tmp_path, saving + "print('ready', flush=True)\ntime.sleep(600)", start, until)
+    head = started(tmp_path, SAVING, start, until)
     for _ in range(3 if number == signal.SIGINT else 1):  # wrappers repeat a Ctrl-C
         head.send_signal(number)
         time.sleep(0.1)

@@ -106,7 +106,7 @@ def test_the_key_reaches_ranks_in_their_environment_and_nothing_else(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     spec = spec_with(tmp_path)
-    launch = launch_spec(spec)
+    launch = launch_spec(spec, lambda *_: None)
     assert launch.environment["WANDB_API_KEY"] == KEY
     assert KEY not in spec.model_dump_json()
     assert KEY not in repr(launch)
