@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from threading import Lock
 from typing import Protocol, TypeVar
 
 
@@ -20,13 +21,17 @@ def silent(what: str, done: int, total: int | None) -> None:
 
 
 def adding(progress: Progress, what: str, total: int | None) -> Callable[[int], None]:
-    """Return a function that takes how many more units of ``what`` are done, and reports how many are in all."""
-    done = 0
+    """Return a function that takes how many more units of ``what`` are done, and reports how many are in all.
+
+    Several threads may call it.
+    """
+    done, lock = 0, Lock()
 
     def advance(more: int) -> None:
         nonlocal done
-        done += more
-        progress(what, done, total)
+        with lock:
+            done += more
+            progress(what, done, total)
 
     return advance
 

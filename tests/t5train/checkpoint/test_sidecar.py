@@ -2,18 +2,19 @@
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from t5train.checkpoint import sidecar
+from t5train.checkpoint import sidecar, tags
 from t5train.checkpoint.sidecar import DataState, ParallelLayout
 from t5train.checkpoint.tags import complete_tags, require_complete
 from t5train.errors import IncompleteCheckpoint, UnknownVersion, UnlistedFile, Unreadable
 from t5train.model.parameters import ExpertLayer, ParameterSlot, huggingface_name
-from t5train.records.digests import digest_files
+from t5train.records.digests import FileDigest, digest_files
 from t5train.records.identity import fingerprint
 from tests.support.checkpoints.small_tags import save
 
@@ -25,6 +26,25 @@ def test_a_tag_whose_ranks_agree_and_whose_files_verify_is_complete(tmp_path: Pa
     assert [one.rank for one in found] == [0, 1]
     assert found == sidecar.read_all(folder)
     assert seen[-1] == (200, 200)
+
+
+def test_an_exception_of_the_progress_callback_ends_the_verification_in_the_middle_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(_path: Path, _expected: FileDigest, advance: Callable[[int], None]) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            advance(1)
+        raise AssertionError("a file was read for a minute, for nobody")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tags, "verify_file", read)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        require_complete(save(tmp_path, 400), interrupt)
+    assert time.monotonic() - started < 60
 
 
 def test_complete_tags_are_sorted_newest_first_and_exclude_unfinished_ones(tmp_path: Path) -> None:
