@@ -17,7 +17,9 @@ Accelerator = Literal["cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", 
 class DeadlinesSpec(SpecPart):
     """How long a rank may take for one phase before it counts as hung."""
 
-    start_seconds: float = Field(600, gt=0, description="Until all ranks have joined the rendezvous, in seconds")
+    start_seconds: float = Field(
+        600, gt=0, description="Imports, and then again until the rendezvous of all ranks, in seconds"
+    )
     compile_seconds: float = Field(1800, gt=0, description="Compiling operators and the first step, in seconds")
     step_seconds: float = Field(60, gt=0, description="One step, in seconds; 10 median steps if that is longer")
     save_seconds: float = Field(1800, gt=0, description="Saving one checkpoint, in seconds")

@@ -11,13 +11,14 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
+from t5train.errors import Preempted
 from t5train.files.error_report import report, reportable
 from t5train.files.heartbeat import Heartbeat
 from t5train.files.run_folder import RANK_FILES
@@ -72,14 +73,16 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     faulthandler.register(signal.SIGUSR1)  # the guard sends it to a rank that hangs, to get its traceback into the log
     try:
-        if given.await_spec is not None:
-            _await(given.spec, given.await_spec)
-        job = TrainJob.read(given.spec)
-        with StopRequest() as stop_request, Heartbeat.of_rank(dict(job.spec.cluster.deadlines)) as heart:
-            _import(_IMPORTED)
-            if job.spec.layout.zero_stage:
-                _import(_IMPORTED_FOR_ZERO)
-            _train(job, heart, stop_request)
+        with StopRequest() as stop_request:
+            if given.await_spec is not None:
+                _await(given.spec, given.await_spec, stop_request)
+            job = TrainJob.read(given.spec)
+            with Heartbeat.of_rank(dict(job.spec.cluster.deadlines)) as heart:
+                _import(_IMPORTED)
+                if job.spec.layout.zero_stage:
+                    with suppress(Exception):  # raised again where DeepSpeed uses it, if this version of it does
+                        _import(_IMPORTED_FOR_ZERO)
+                _train(job, heart, stop_request)
     except BaseException as error:
         if (reported := reportable(error)) is not None:
             # Log it first, because a report cannot be written to a failed disk.
@@ -100,22 +103,29 @@ def _import(names: Iterable[str]) -> None:
     What they hold is never garbage later, either.
     """
     gc.disable()
-    for name in names:
-        with suppress(Exception):  # raised again where the module is used, and can be reported
+    try:
+        for name in names:
             import_module(name)
-    gc.freeze()
-    gc.enable()
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
-def _await(spec: Path, import_seconds: float) -> None:
+def _await(spec: Path, import_seconds: float, is_stop_requested: Callable[[], bool]) -> None:
     """Import what takes seconds while the head still verifies the checkpoint, and wait until it has written the job.
 
     The head may take as long as it needs. The guard ends this rank if the head fails or ``import_seconds`` are over.
+    Raises Preempted if this rank is asked to stop before.
     """
     with Heartbeat.of_rank({"start_seconds": import_seconds}):
         _import(_IMPORTED)
     with Heartbeat.of_rank({"start_seconds": math.inf}):
         while not spec.exists():
+            if is_stop_requested():
+                raise Preempted(
+                    "the ranks were asked to stop (SIGTERM) before they had begun, and the rank saved no checkpoint. "
+                    "The same command continues from the last one, or begins at step 0 without one"
+                )
             time.sleep(_LOOK_SECONDS)
 
 

@@ -1,5 +1,6 @@
 """How the program of a rank ends."""
 
+import gc
 import math
 import os
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import deepspeed
 import pytest
 
-from t5train.errors import WeightsDidNotMove
+from t5train.errors import Preempted, WeightsDidNotMove
 from t5train.files import error_report, heartbeat
 from t5train.spec.rank_job import TrainJob
 from t5train.spec.recipes import recipe
@@ -68,6 +69,33 @@ def test_a_rank_imports_and_shows_life_while_the_head_still_writes_its_job(
     # Modules may hang while they are imported, but a head may verify for hours.
     limits = [33, math.inf, *[recipe("smoke").cluster.deadlines.start_seconds] * 3]
     assert [(beat.phase, beat.limit) for beat in beats if beat] == [("start", limit) for limit in limits]
+
+
+@pytest.mark.parametrize("moment", ["_import", "sleep"])
+def test_a_rank_that_is_asked_to_stop_before_its_job_is_there_reports_that_it_was_preempted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    def stop(_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setenv("T5_RANK_FILES", str(tmp_path / "rank-00000"))
+    monkeypatch.setattr(sys, "argv", ["t5train.train", "--spec", str(tmp_path / "spec.json"), "--await-spec", "33"])
+    monkeypatch.setattr(program, "_import", lambda _: None)
+    monkeypatch.setattr(program if moment == "_import" else time, moment, stop)
+    assert program.main() == 1
+    assert isinstance(error_report.read(tmp_path / "rank-00000"), Preempted)
+
+
+def test_the_error_of_an_import_is_not_hidden_by_that_of_a_second_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "no_library.py").write_text("raise ImportError('libnothing.so.1 is missing')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["t5train.train", "--spec", str(tmp_path / "spec.json"), "--await-spec", "33"])
+    monkeypatch.setattr(program, "_IMPORTED", ("no_library",))
+    assert program.main() == 1
+    assert "libnothing.so.1 is missing" in capfd.readouterr().err
+    assert gc.isenabled()
 
 
 FAILING_WHILE_IT_SAVES = """
