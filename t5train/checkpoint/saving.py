@@ -19,7 +19,7 @@ from t5train.checkpoint.reshard import discard_consolidated
 from t5train.checkpoint.resume_point import is_unfinished
 from t5train.checkpoint.retention import kept
 from t5train.checkpoint.sidecar import AdaptedModel, DataState, ParallelLayout, Sidecar
-from t5train.checkpoint.state_loading import StoredState, named_groups
+from t5train.checkpoint.state_loading import StoredState, named_groups, require_replaced
 from t5train.checkpoint.tags import Writers
 from t5train.engine.collectives import (
     barrier,
@@ -169,7 +169,8 @@ def _write(folder: Path, saved: SavedFiles, writers: Writers, describe: Callable
 def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
     """Load the job's tag, or the ``stored`` state, on every rank, and return its step; 0 without either.
 
-    Raises Unreadable, and RanksDisagree unless all ranks have the same job and loaded the same step and run.
+    Raises Unreadable, IncompleteCheckpoint if a weight was not loaded, and RanksDisagree unless all ranks have the same
+    job and loaded the same step and run.
     """
     consolidated = job.consolidated.fingerprint if job.consolidated else None
     _require_consensus("resume tag", str(job.resume_tag or consolidated or job.start_fingerprint))
@@ -189,6 +190,7 @@ def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
             f"{path or 'nothing'} at step {engine.global_steps}, but step {step} was expected. Move that folder to "
             "another place to resume from an older checkpoint"
         )
+    require_replaced(engine, folder)
     _restore_generators(own.generator_states)
     return step
 

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -17,7 +19,7 @@ from t5train.engine.engine import model_of
 from t5train.engine.optimizer import Segment
 from t5train.engine.parameter_layout import describe, huggingface_names
 from t5train.engine.partitions import inner_optimizer, partitions_of
-from t5train.errors import InputError
+from t5train.errors import IncompleteCheckpoint, InputError
 from t5train.model.initialization import Fill, initialise
 from t5train.model.lora import is_adapter
 from t5train.model.model_shape import T5Shape
@@ -115,9 +117,25 @@ def fill_of(job: TrainJob, shape: T5Shape, stored: StoredState | None) -> Fill:
 
 
 def _not_drawn(_name: str, parameter: nn.Parameter) -> None:
-    """Set a parameter to NaN: if the checkpoint did not replace it, the next loss would not be finite."""
+    """Set a parameter to NaN. No run trains on one that the checkpoint did not replace: see ``require_replaced``."""
     with torch.no_grad():
         parameter.fill_(math.nan)
+
+
+def require_replaced(engine: Any, folder: Path) -> None:
+    """Raise IncompleteCheckpoint if weights or masters of this rank are NaN after ``folder`` was loaded.
+
+    A sum is NaN if one of its terms is, and needs no memory. At ZeRO 3, weights are copies of the masters.
+    """
+    masters = (
+        (name, flat.detach().view(-1)[each.start : each.stop]) for flat, parts in _held(engine) for name, each in parts
+    )
+    for name, values in chain(model_of(engine).named_parameters(), masters):
+        if values.detach().sum().isnan():
+            raise IncompleteCheckpoint(
+                f"cannot resume from {folder}: {name} is NaN after it was loaded, as if it were not in the checkpoint. "
+                "Move that folder to another place to resume from an older checkpoint, and please report this bug"
+            )
 
 
 _Parts = list[tuple[str, Segment]]
