@@ -18,7 +18,7 @@ class DeadlinesSpec(SpecPart):
     """How long a rank may take for one phase before it counts as hung."""
 
     start_seconds: float = Field(
-        600, gt=0, description="Imports, and then again until the rendezvous of all ranks, in seconds"
+        600, gt=0, description="Imports and the rendezvous of all ranks, in seconds; on one machine, each of the two"
     )
     compile_seconds: float = Field(1800, gt=0, description="Compiling operators and the first step, in seconds")
     step_seconds: float = Field(60, gt=0, description="One step, in seconds; 10 median steps if that is longer")
