@@ -91,16 +91,15 @@ def test_ranks_run_under_the_launcher_without_secrets_of_the_head_and_on_tick_is
 ) -> None:
     for name in ("AWS_SECRET_ACCESS_KEY", "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING"):
         monkeypatch.setenv(name, "s3cret")
-    ticks: list[float] = []
-    program = "import os; from pathlib import Path\n"
+    program = "import os, sys, time; from pathlib import Path\n"
     program += "print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'DS_ACCELERATOR')))\n"
-    program += "for pid in (os.getpid(), os.getppid()): print(Path(f'/proc/{pid}/environ').read_text())"
-    this = launch(spec(tmp_path, program), on_tick=lambda: ticks.append(time.monotonic()))
+    program += "for pid in (os.getpid(), os.getppid()): print(Path(f'/proc/{pid}/environ').read_text())\n"
+    program += "while not Path(sys.argv[1], 'ticked').exists(): time.sleep(0.02)"
+    this = launch(spec(tmp_path, program), on_tick=(tmp_path / "ticked").touch)
     logs = [this.log(rank).read_text() for rank in RANKS]
     assert [log.splitlines()[0] for log in logs] == ["0 2 cpu", "1 2 cpu"]
     assert all("RANK=" in environment for log in logs for environment in log.splitlines()[1:])
     assert not any(b"s3cret" in path.read_bytes() for path in this.folder.iterdir())
-    assert ticks
     assert survivors(this.run_id) == set()
 
 
