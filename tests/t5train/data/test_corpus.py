@@ -56,7 +56,7 @@ def test_a_corpus_is_reused_until_its_text_changes_or_moves(tmp_path: Path, monk
     assert not first.reused
     read: list[Path] = []
     for module in ("t5train.data.checks.unchanged_files", "t5train.records.digests"):
-        monkeypatch.setattr(f"{module}.digest_file", lambda path: read.append(path) or digest_file(path))
+        monkeypatch.setattr(f"{module}.digest_file", lambda path, *_: read.append(path) or digest_file(path))
     assert build(text, tmp_path).reused
     assert read.count(text) == 1
     (tmp_path / "there").mkdir()

@@ -137,7 +137,7 @@ def test_a_record_that_cannot_be_read_now_is_not_made_again(tmp_path: Path) -> N
 def test_a_manifest_or_file_that_cannot_be_read_is_named_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int
 ) -> None:
-    def fails(path: Path) -> Any:
+    def fails(path: Path, *_: Any) -> Any:
         raise OSError(reason, os.strerror(reason), str(path))
 
     said = r" cannot be read now \(.*\): (check the disk|grant this user)"
