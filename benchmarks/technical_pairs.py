@@ -51,7 +51,7 @@ def catalogue_pairs(packages: Path, language: str) -> Iterator[Pair]:
     for path in sorted(packages.glob(f"*/**/{language}/LC_MESSAGES/*.mo")):
         with open(path, "rb") as file:
             try:
-                messages = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined] # it has no other access
+                messages = gettext.GNUTranslations(file)._catalog  # gettext cannot list messages otherwise
             except (OSError, ValueError, LookupError, struct.error) as error:
                 print(f"{path} is left out: {error}", file=sys.stderr)
                 continue

@@ -40,7 +40,7 @@ _ALL = ("head", "node0", "node1")
 _POLL_SECONDS = 0.02
 _DISK, _WEED = "tests.support.hanging_disk", "weed"
 _GATHERED, _BETWEEN = "gathered", "between"
-_DATA = Path("/var/tmp/store")  # noqa: S108 - the head's own
+_DATA = Path("/var/tmp/store")  # noqa: S108 - each host of the test cluster has a /var/tmp that no other user sees
 _STORE = ObjectServer(_DATA)
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 DEVICE = Path("/dev/fuse")
 _ROOT = 1
@@ -239,7 +239,7 @@ class HangingDisk:
             os.close(node.descriptor)
             del self._nodes[number], self._numbers[node.key]
 
-    _HANDLERS: dict[int, Callable[["HangingDisk", int, bytes], bytes | None]] = {  # noqa: RUF012 - a constant
+    _HANDLERS: ClassVar[dict[int, Callable[["HangingDisk", int, bytes], bytes | None]]] = {
         1: _look_up, 2: _forget, 3: _get_attributes, 4: _set_attributes, 5: _read_link, 6: _make_link, 9: _make_folder,
         10: _unlink, 11: _remove_folder, 12: _rename, 13: _link, 14: _open, 15: _read, 16: _write, 17: _free_space,
         18: _release, 20: _sync, 26: _initialise, 27: _open_folder, 28: _read_folder, 29: _release,

@@ -62,7 +62,7 @@ class KeptClaim(Protocol):
     request: ClaimRun
     is_over: bool
 
-    def hear(self, host: str, answer: Claimed | str) -> None:
+    def take_answer(self, host: str, answer: Claimed | str) -> None:
         """Take what the host answered to a renewal, or why there was no answer."""
         ...
 
@@ -76,16 +76,16 @@ class _Watched:
     news: News
     order: Order | None = None
     sent: Order | None = None
-    """The order that the agent was sent since it was told to watch."""
-    is_told: bool = False
-    """Whether the agent was told to watch it, and has not failed to."""
+    """The last order sent to the agent since it watches this attempt."""
+    is_announced: bool = False
+    """Whether the agent was sent Watch, and has not reported NotWatched."""
     is_greeted: bool = False
     """Whether what arrives on this channel is about this attempt."""
     is_over: bool = False
 
 
 class Agent:
-    """The agent on one host, and the thread that talks to it."""
+    """The head's end of the channel to the agent on one host, and the thread that uses it."""
 
     def __init__(self, nodes: Nodes, lease_seconds: float) -> None:
         """Open the channel to the one host of ``nodes``."""
@@ -153,7 +153,7 @@ class Agent:
                     return
 
     def _connect(self, nodes: Nodes) -> None:
-        """Talk to the agent until the channel is closed. If it cannot be started, perhaps for want of code, send it."""
+        """Exchange messages with the agent until the channel is closed. If it cannot start, send the host this code."""
         try:
             with conversation(nodes, self.host, Serve(self.lease_seconds)) as node:
                 self._converse(node)
@@ -167,28 +167,28 @@ class Agent:
         if (watched := self._current) is not None:
             watched.news.put((self.host, time.monotonic(), ChannelBroken(reason)))
         if self.claim is not None and not self.claim.is_over:
-            self.claim.hear(self.host, reason)
+            self.claim.take_answer(self.host, reason)
 
     def _converse(self, node: Channel) -> None:
         """Exchange messages until the channel is closed. Raises BrokenOff or HostUnreachable if it is lost."""
-        told: _Watched | None = None
+        announced: _Watched | None = None
         renewed_at, last_message_at = -RENEW_SECONDS, time.monotonic()
         tolerated_seconds = max(_SILENT_SECONDS, _LOGIN_SHARE * self.lease_seconds)
         while not self._closed.is_set():
             now = time.monotonic()
-            if (watched := self._current) is not told:
-                told, renewed_at = watched, -RENEW_SECONDS
+            if (watched := self._current) is not announced:
+                announced, renewed_at = watched, -RENEW_SECONDS
                 if watched is not None:
-                    watched.is_told = watched.is_greeted = False
+                    watched.is_announced = watched.is_greeted = False
             if now - renewed_at >= RENEW_SECONDS:
-                self._renew(node, told)
+                self._renew(node, announced)
                 renewed_at = now
             if reports := node.receive_within(_LOOK_SECONDS, Report):
                 last_message_at, tolerated_seconds = time.monotonic(), _SILENT_SECONDS
             for report in reports:
-                self._receive(report, told)
-            if told is not None and (order := told.order) is not None and order != told.sent:
-                told.sent = order
+                self._receive(report, announced)
+            if announced is not None and (order := announced.order) is not None and order != announced.sent:
+                announced.sent = order
                 node.send(Ordered(order))
             if now - last_message_at > tolerated_seconds:
                 silent_seconds = now - last_message_at
@@ -200,11 +200,11 @@ class Agent:
             if node.at_end and not self._closed.is_set():
                 raise BrokenOff("the agent there has ended")
 
-    def _renew(self, node: Channel, told: _Watched | None) -> None:
-        if told is not None and not told.is_told:
-            told.is_told, told.sent = True, None
-            node.send(Watch(told.run_id, told.offsets))
-        node.send(Renew(told.run_id if told else None, self._claim_to_renew()))
+    def _renew(self, node: Channel, announced: _Watched | None) -> None:
+        if announced is not None and not announced.is_announced:
+            announced.is_announced, announced.sent = True, None
+            node.send(Watch(announced.run_id, announced.offsets))
+        node.send(Renew(announced.run_id if announced else None, self._claim_to_renew()))
 
     def _claim_to_renew(self) -> ClaimRun | None:
         """The claim to send, unless the answer to the last renewal is still to come."""
@@ -213,7 +213,7 @@ class Agent:
             return None
         if not self._answered.is_set():
             if (seconds := time.monotonic() - self._asked_at) > _UNANSWERED_SHARE * self.lease_seconds:
-                claim.hear(
+                claim.take_answer(
                     self.host, f"no answer for {seconds:.0f} s. Check whether the disk of its scratch folder hangs"
                 )
             return None
@@ -224,25 +224,25 @@ class Agent:
             return None
         return claim.request
 
-    def _receive(self, report: Report, told: _Watched | None) -> None:
+    def _receive(self, report: Report, announced: _Watched | None) -> None:
         if isinstance(report, ClaimRenewed | ClaimNotRenewed):
             self._answered.set()
             if self.claim is not None and not self.claim.is_over:
-                self.claim.hear(self.host, report.claimed if isinstance(report, ClaimRenewed) else report.reason)
+                self.claim.take_answer(self.host, report.claimed if isinstance(report, ClaimRenewed) else report.reason)
             return
-        if told is None:
+        if announced is None:
             return
         if isinstance(report, Hello):
-            told.is_greeted = report.run_id == told.run_id
-        if isinstance(report, NotWatched) and report.run_id == told.run_id:
-            told.is_told = told.is_greeted = False
-            told.news.put((self.host, time.monotonic(), ChannelBroken(report.reason)))
-        if not told.is_greeted or told.is_over or told is not self._watched:
+            announced.is_greeted = report.run_id == announced.run_id
+        if isinstance(report, NotWatched) and report.run_id == announced.run_id:
+            announced.is_announced = announced.is_greeted = False
+            announced.news.put((self.host, time.monotonic(), ChannelBroken(report.reason)))
+        if not announced.is_greeted or announced.is_over or announced is not self._watched:
             return
         if isinstance(report, Hello | NewLines):
-            told.offsets = report.offsets
-        told.is_over = isinstance(report, Ended)
-        told.news.put((self.host, time.monotonic(), report))
+            announced.offsets = report.offsets
+        announced.is_over = isinstance(report, Ended)
+        announced.news.put((self.host, time.monotonic(), report))
 
 
 class Agents:

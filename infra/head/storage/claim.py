@@ -70,7 +70,7 @@ class Claim:
 
 
 class _KeptClaim:
-    """The claim to a run, as the agents' threads renew it. They share it, but each hears of its own host only."""
+    """The state of a claim while agents renew it. Their threads share it; each passes on its own host's answers."""
 
     def __init__(self, run: NodeRun) -> None:
         self.request = ClaimRun(run.nodes.scratch, run.name, run.owner, Mode.CLAIM)
@@ -78,7 +78,7 @@ class _KeptClaim:
         self.lost: RunOwned | None = None
         self._run, self._silent = run, set[str]()
 
-    def hear(self, host: str, answer: Claimed | str) -> None:
+    def take_answer(self, host: str, answer: Claimed | str) -> None:
         """See infra.head.hosts.agents."""
         if isinstance(answer, str):
             if host not in self._silent:

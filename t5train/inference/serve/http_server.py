@@ -40,7 +40,8 @@ def serve(app: "FastAPI", listening: socket.socket, read_seconds: float, answer_
     uvicorn.Server(config).run(sockets=[listening])
 
 
-def _protocol(read_seconds: float, take_seconds: float) -> "type[H11Protocol]":  # noqa: C901 - counts its class's methods
+# C901 adds up the methods of the class, which stands in the function so that only servers import uvicorn.
+def _protocol(read_seconds: float, take_seconds: float) -> "type[H11Protocol]":  # noqa: C901
     """Return uvicorn's protocol with limits to the time in which a request is read, and its answer is taken.
 
     uvicorn limits only idle time after an answer.

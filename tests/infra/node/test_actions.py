@@ -88,7 +88,7 @@ class ToAgent:
 
     def __init__(self, argv: list[str], offsets: dict[str, int], lease_seconds: float) -> None:
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.channel = Channel(self.process.stdout, self.process.stdin)  # type: ignore[arg-type] # both are pipes
+        self.channel = Channel(self.process.stdout, self.process.stdin)
         self.channel.send(Serve(lease_seconds))
         self.send(Watch(RUN_ID, offsets))
 

@@ -25,7 +25,7 @@ class FixedCommand:
 
     argv: tuple[str, ...]
 
-    def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - part of Transport
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - Transport passes both
         return list(self.argv)
 
 
